@@ -1,0 +1,1395 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["waitress>=2.1.2"]
+# ///
+"""buffer.py: a webhook buffer in one file. Senders are answered at once, consumers take their time.
+
+    TOKEN=a-long-random-secret python buffer.py
+
+Senders
+    POST /webhook[/...]           200 {"status":"ok"} once the body is on disk
+Consumers
+    POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, [] when there are none
+    POST /fila/{id}/processado    done
+    POST /fila/{id}/erro          failed for good; a text body is kept as the reason
+Operators
+    GET  /health                  200 while messages can be stored, else 503
+
+Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token= (the header wins).
+
+The life of a message
+
+    POST /webhook -> pendente --pegar--> processando --processado--> processado --RETENTION_DAYS--> deleted
+                        ^                    |  |
+                        +----lease ends------+  +--erro--> erro (kept until a person decides)
+
+A 200 means committed and synced. Delivery is at least once: a message comes out again when its lease ends before it
+is settled, and `tentativa` counts how often. Trouble on this side is 503 with Retry-After, never a 4xx.
+
+Settings come from the environment: `python buffer.py --help` lists them. As a WSGI application under another server
+it is `buffer:application`. What stands above in this file knows nothing of what stands below.
+"""
+
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036 - said before an older one stumbles
+    found = ".".join(map(str, sys.version_info[:3]))
+    sys.exit(f"buffer.py needs Python 3.10, this is {found}. Try: python3.12 buffer.py")
+
+import argparse
+import base64
+import collections
+import contextlib
+import dataclasses
+import functools
+import hmac
+import http
+import ipaddress
+import json
+import logging
+import math
+import os
+import re
+import resource
+import secrets
+import signal
+import socket
+import sqlite3
+import threading
+import time
+import urllib.parse
+
+__version__ = "1.0.0"
+
+log = logging.getLogger("buffer")
+
+
+class StartError(Exception):
+    """The service cannot start. The text is one line for the operator; `status` is the exit status."""
+
+    def __init__(self, text, status=1):
+        super().__init__(text)
+        self.status = status
+
+
+# Settings
+
+
+# A setting's parser raises ValueError for what its docstring does not name; the
+# docstring is what the operator gets to read then.
+
+
+def matched(pattern, text):
+    found = re.fullmatch(pattern, text, re.IGNORECASE)
+    if not found:
+        raise ValueError(text)
+    return found.groups()
+
+
+def within(low, high, number):
+    if not low <= number <= high:
+        raise ValueError(number)
+    return number
+
+
+def seconds(text):
+    """a whole number of seconds from 1 to 604800"""
+    return within(1, 604800, int(*matched("([0-9]{1,9})", text)))
+
+
+def days(text):
+    """a number of days such as 7 or 0.5"""
+    return within(0.001, 36500, float(*matched(r"([0-9]{1,5}(?:\.[0-9]+)?)", text)))
+
+
+def size(text):
+    """a number of bytes, or one such as 512K or 32M, up to 512M"""
+    number, unit = matched("([0-9]{1,12})([KMG]?)", text)
+    return within(1, 512 << 20, int(number) << " KMG".index(unit.upper() or " ") * 10)
+
+
+def tokens(text):
+    """one or more tokens, separated by commas, none of them empty"""
+    found = tuple(token.strip().encode() for token in text.split(","))
+    within(1, math.inf, min(map(len, found)))
+    return found
+
+
+def address(text):
+    """:8080, 127.0.0.1:8080, [::1]:8080 or unix:/path/buffer.sock"""
+    if text.startswith("unix:/"):
+        return "unix", text[len("unix:") :]
+    host, port = matched(r"(\[[^]/]+\]|[^][:/]*):([0-9]{1,5})", text)
+    return host.strip("[]"), within(0, 65535, int(port))
+
+
+def path(text):
+    """a path; the folder is made when it is missing"""
+    return text
+
+
+def networks(text):
+    """addresses or networks, separated by commas, such as 127.0.0.1,10.0.0.0/8"""
+    parts = filter(None, text.replace(",", " ").split())
+    return tuple(ipaddress.ip_network(part, strict=False) for part in parts)
+
+
+def level(text):
+    """DEBUG, INFO, WARNING or ERROR"""
+    return matched("(DEBUG|INFO|WARNING|ERROR)", text)[0].upper()
+
+
+def setting(default, parse, meaning):
+    """One setting: its default as text (None for a secret), parser and meaning."""
+    facts = {"default": default, "parse": parse, "meaning": meaning}
+    return dataclasses.field(repr=default is not None, metadata=facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All settings. The environment variable is the field's name in capitals."""
+
+    token: tuple = setting(
+        None, tokens, "may do everything; required; several, with commas, to rotate"
+    )
+    webhook_token: tuple = setting(
+        None, tokens, "may only send, so that one that leaks cannot drain the queue"
+    )
+    addr: tuple = setting(":8080", address, "where to listen")
+    db_path: str = setting("./dados/buffer_webhooks.sqlite", path, "the database")
+    max_body: int = setting(
+        "32M", size, "largest webhook (Evolution API sends media as base64 in JSON)"
+    )
+    lease: int = setting(
+        "600", seconds, "seconds a consumer has before a message is given out again"
+    )
+    retention_days: float = setting(
+        "7", days, "days a processed message is kept after it was settled"
+    )
+    max_batch_bytes: int = setting(
+        "16M", size, "payload bytes in one batch, but always at least one message"
+    )
+    request_timeout: int = setting(
+        "120", seconds, "seconds from a request's first byte to its last"
+    )
+    trusted_proxy: tuple = setting(
+        "", networks, "proxies whose X-Forwarded-For is believed"
+    )
+    log_level: str = setting("INFO", level, "how much is logged, on standard error")
+
+    @classmethod
+    def read(cls, environ):
+        """Settings from a mapping such as os.environ. StartError says what is wrong.
+
+        `NAME=` means the default, as it does in environment files; but not for a
+        secret, which would let everybody in when it is empty by mistake.
+        """
+        if not environ.get("TOKEN"):
+            token = secrets.token_urlsafe(32)
+            raise StartError(
+                f"TOKEN is missing. Try: TOKEN={token} python buffer.py", 2
+            )
+        values = {}
+        for field in dataclasses.fields(cls):
+            name, facts = field.name.upper(), field.metadata
+            secret = facts["default"] is None
+            text = (
+                environ.get(name) if secret else environ.get(name) or facts["default"]
+            )
+            try:
+                values[field.name] = () if text is None else facts["parse"](text)
+            except ValueError:
+                shown = re.sub("[^,]+", "***", text) if secret else text
+                takes = facts["parse"].__doc__
+                raise StartError(f"{name}={shown!r}: it takes {takes}", 2) from None
+        return cls(**values)
+
+
+# The store
+
+# The first five columns are those of the Go program whose files are taken over. It must
+# still be able to open a file and insert into it, so every later column has a default.
+TABLE = """
+CREATE TABLE IF NOT EXISTS fila (
+    id         INTEGER PRIMARY KEY AUTOINCREMENT,
+    payload    TEXT NOT NULL,
+    status     TEXT NOT NULL DEFAULT 'pendente',
+    locked_at  DATETIME,
+    created_at DATETIME DEFAULT CURRENT_TIMESTAMP
+)"""
+OLD_COLUMNS = {"id", "payload", "status", "locked_at", "created_at"}
+NEW_COLUMNS = {
+    "lease_until": "TEXT",  # processando: when the lease ends
+    "attempts": "INTEGER NOT NULL DEFAULT 0",  # how often it was given out
+    "lost": "INTEGER NOT NULL DEFAULT 0",  # size of the claim whose lease ran out
+    "available_at": "TEXT",  # pendente: not before then; NULL is at once
+    "settled_at": "TEXT",  # processado, erro: since when
+    "source": "TEXT",
+    "event_id": "TEXT",
+    "group_key": "TEXT",
+    "size": "INTEGER",  # bytes of the payload
+    "method": "TEXT",
+    "path": "TEXT",  # what followed /webhook/
+    "query": "TEXT",  # a JSON object, without the token
+    "headers": "TEXT",  # a JSON object, without credentials
+    "reason": "TEXT",  # erro: why
+}
+
+# fila_queue holds all that a claim needs to choose, in the order of ids, whatever the
+# payloads weigh; a message that is not due has available_at and stands elsewhere in it.
+# The other two cost a sender nothing. Statements name their index: without statistics
+# SQLite would take fila_queue(status=?) for everything and sort a million rows.
+INDEXES = """
+DROP INDEX IF EXISTS idx_fila_status;
+CREATE INDEX IF NOT EXISTS fila_queue ON fila(status, available_at, id, size);
+CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until) WHERE status = 'processando';
+CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at) WHERE status = 'processado'
+"""
+
+# What the Go program left without lease, size or time of settling; it gave ten minutes.
+ADOPT = (
+    """
+UPDATE fila
+   SET lease_until = coalesce(datetime(locked_at, '+600 seconds'), :now)
+ WHERE status = 'processando'
+   AND (lease_until IS NULL OR lease_until <= locked_at)""",
+    """
+UPDATE fila INDEXED BY fila_queue
+   SET size = length(CAST(payload AS BLOB))
+ WHERE status IN ('pendente', 'processando')
+   AND size IS NULL""",
+    """
+UPDATE fila INDEXED BY fila_settled
+   SET settled_at = :now
+ WHERE status = 'processado'
+   AND settled_at IS NULL""",
+)
+
+WEBHOOK = """
+INSERT INTO fila (payload, created_at, size, method, path, query, headers)
+VALUES (:payload, :now, :size, :method, :path, :query, :headers)"""
+
+LEASE_ENDED = """
+UPDATE fila INDEXED BY fila_lease
+   SET status = 'pendente',
+       locked_at = NULL,
+       lease_until = NULL
+ WHERE status = 'processando'
+   AND lease_until <= :now
+RETURNING id"""
+
+DUE = """
+SELECT id, size
+  FROM fila INDEXED BY fila_queue
+ WHERE status = 'pendente'
+   AND available_at IS NULL
+ ORDER BY id
+ LIMIT :limit"""
+
+# CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
+PEGAR = """
+UPDATE fila
+   SET status = 'processando',
+       locked_at = :now,
+       lease_until = :until,
+       attempts = attempts + 1
+ WHERE id IN (SELECT value FROM json_each(:ids))
+RETURNING id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id,
+          method, path, query, headers"""
+
+PROCESSADO = """
+UPDATE fila
+   SET status = 'processado',
+       settled_at = :now,
+       lease_until = NULL,
+       available_at = NULL,
+       reason = NULL
+ WHERE id = :id
+   AND status <> 'processado'
+RETURNING status"""
+
+ERRO = """
+UPDATE fila
+   SET status = 'erro',
+       settled_at = :now,
+       lease_until = NULL,
+       available_at = NULL,
+       reason = :reason
+ WHERE id = :id
+   AND status IN ('pendente', 'processando')
+RETURNING status"""
+
+STATUS = "SELECT status FROM fila WHERE id = :id"
+
+PURGE = """
+DELETE FROM fila
+ WHERE id IN (SELECT id
+                FROM fila INDEXED BY fila_settled
+               WHERE status = 'processado'
+                 AND settled_at < :before
+               ORDER BY settled_at
+               LIMIT :limit)
+RETURNING id"""
+
+SHIFT = """
+UPDATE fila INDEXED BY fila_lease
+   SET lease_until = datetime(lease_until, :step),
+       locked_at = datetime(locked_at, :step)
+ WHERE status = 'processando'"""
+
+
+def utc(timestamp):
+    """Seconds since the epoch as it stands in the file: UTC, YYYY-MM-DD HH:MM:SS."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(timestamp))
+
+
+class Store:
+    """The messages, in one SQLite file behind one connection.
+
+    The lock is held from BEGIN to COMMIT and over execute and fetch: on Python 3.12 a
+    connection shared with less locking gave one thread another thread's rows. Methods
+    raise sqlite3.Error when the file fails, and nothing of what they did is kept then.
+    `clock` gives seconds since the epoch.
+    """
+
+    VERSION = 1  # PRAGMA user_version of our files; the Go program leaves it at 0
+    REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
+    BUSY = 5  # seconds to wait for another process before giving up
+
+    def __init__(self, path, clock=time.time):
+        """Opens or makes the file. StartError when it cannot be used."""
+        if sqlite3.sqlite_version_info < (3, 35):
+            found = sqlite3.sqlite_version
+            raise StartError(
+                f"SQLite {found} is too old, 3.35 is needed. A newer Python brings it: "
+                "uv run --python 3.12 buffer.py"
+            )
+        self.path, self.clock = path, clock
+        self._lock = threading.RLock()
+        self._depth = 0  # how many transactions are open inside each other
+        try:
+            self._db = self._connect()
+            self._prepare()
+        except (sqlite3.Error, OSError) as error:
+            raise StartError(f"DB_PATH={path!r} cannot be used: {error}") from error
+
+    def _connect(self):
+        folder = os.path.dirname(self.path) or "."
+        if not os.path.isdir(folder):
+            os.makedirs(folder, mode=0o750)
+        # SQLite gives the -wal and -shm files the mode of this one
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        options = {"isolation_level": None, "check_same_thread": False}
+        db = sqlite3.connect(self.path, timeout=self.BUSY, **options)
+        db.row_factory = sqlite3.Row
+        return db
+
+    def _prepare(self):
+        [[version]] = self._run("PRAGMA user_version")
+        if version > self.VERSION:
+            raise sqlite3.DatabaseError(
+                f"a newer buffer.py made it (format {version}, not {self.VERSION})"
+            )
+        columns = {row["name"] for row in self._run("PRAGMA table_info(fila)")}
+        if columns and not columns >= OLD_COLUMNS:
+            raise sqlite3.DatabaseError("its table fila is not a queue of webhooks")
+        self._allow_shrinking()
+        [[mode]] = self._run("PRAGMA journal_mode = WAL")
+        if mode != "wal":
+            raise sqlite3.OperationalError(
+                "no WAL on this disk; NFS and FUSE have none"
+            )
+        self._run("PRAGMA synchronous = FULL")  # a 200 must survive a power cut
+        self._run("PRAGMA secure_delete = ON")  # erased messages are gone from the file
+        self._run("PRAGMA journal_size_limit = 16777216")
+        with self.transaction() as now:
+            self._run(TABLE)
+            columns = {row["name"] for row in self._run("PRAGMA table_info(fila)")}
+            for name, kind in NEW_COLUMNS.items():
+                if name not in columns:
+                    self._run(f"ALTER TABLE fila ADD COLUMN {name} {kind}")
+            for statement in INDEXES.split(";"):
+                self._run(statement)
+            for statement in ADOPT:
+                self._run(statement, now=now)
+            self._run(f"PRAGMA user_version = {self.VERSION}")
+
+    def _allow_shrinking(self):
+        """auto_vacuum counts before WAL and before the first table, or with VACUUM."""
+        [[vacuum]] = self._run("PRAGMA auto_vacuum")
+        if vacuum == 2:
+            return
+        self._run("PRAGMA auto_vacuum = INCREMENTAL")
+        if os.path.getsize(self.path) > self.REBUILT:
+            how = f"sqlite3 {self.path} 'PRAGMA auto_vacuum=2; VACUUM'"
+            log.warning("this old file will not shrink; stop the service and: %s", how)
+        elif self._run("SELECT 1 FROM sqlite_master"):
+            self._run("PRAGMA journal_mode = DELETE")
+            self._run("VACUUM")
+
+    def _run(self, sql, **values):
+        """One statement to its end: a half-read RETURNING would not be committed."""
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+    @contextlib.contextmanager
+    def transaction(self):
+        """All or nothing. Yields the time as text.
+
+        Inside another one it is a savepoint: a request that fails does not spoil its
+        neighbours, and all become durable with the outermost COMMIT. IMMEDIATE, since a
+        transaction that reads first and writes later is refused when others write.
+        """
+        with self._lock:
+            depth = self._depth
+            if depth and not self._db.in_transaction:
+                raise sqlite3.OperationalError("the whole round was rolled back")
+            self._db.execute(f"SAVEPOINT at{depth}" if depth else "BEGIN IMMEDIATE")
+            self._depth += 1
+            try:
+                yield utc(self.clock())
+                self._db.execute(f"RELEASE at{depth}" if depth else "COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # after an I/O error SQLite has ended it
+                    self._db.execute(f"ROLLBACK TO at{depth}" if depth else "ROLLBACK")
+                raise
+            finally:
+                self._depth = depth
+
+    def webhook(self, payload, size, **kept):
+        """Keeps one message of `size` bytes.
+
+        `payload` is str, or bytes where it is not UTF-8. The others, all str or None:
+        method, path, and query and headers as JSON objects.
+        """
+        with self.transaction() as now:
+            self._run(WEBHOOK, payload=payload, size=size, now=now, **kept)
+
+    def pegar(self, limit, lease, max_bytes):
+        """Leases up to `limit` messages, the oldest first, for `lease` seconds.
+
+        Returns their rows. A message with which the batch would pass `max_bytes` of
+        payload stays for the next claim, which it opens whatever its size.
+        """
+        with self.transaction() as now:
+            self.lease_ended()
+            ids, total = [], 0
+            for row in self._run(DUE, limit=2 * limit):
+                if not ids or total + row["size"] <= max_bytes:
+                    ids.append(row["id"])
+                    total += row["size"]
+            ids = json.dumps(ids[:limit])
+            until = utc(self.clock() + lease)
+            rows = self._run(PEGAR, ids=ids, now=now, until=until)
+        return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
+
+    def lease_ended(self):
+        """Returns to the queue what was not settled in time; how many there were."""
+        with self.transaction() as now:
+            return len(self._run(LEASE_ENDED, now=now))
+
+    def processado(self, id_):
+        """Settles a message as done. Its status now, or None when there is none."""
+        return self._settle(PROCESSADO, id_)
+
+    def erro(self, id_, reason=None):
+        """Settles as failed for good what is not processado. Returns its status now."""
+        return self._settle(ERRO, id_, reason=reason)
+
+    def _settle(self, sql, id_, **values):
+        with self.transaction() as now:
+            changed = self._run(sql, id=id_, now=now, **values)
+            rows = changed or self._run(STATUS, id=id_)
+            return rows[0]["status"] if rows else None
+
+    def shift(self, step):
+        """Moves running leases along when the clock was set `step` seconds forward."""
+        with self.transaction():
+            self._run(SHIFT, step=f"{step:+.0f} seconds")
+
+    def purge(self, days, limit):
+        """Deletes up to `limit` messages settled over `days` ago; how many it did."""
+        with self.transaction():
+            before = utc(self.clock() - days * 86400)
+            return len(self._run(PURGE, before=before, limit=limit))
+
+    def shrink(self, pages):
+        """Gives up to `pages` free pages back to the disk; whether more may follow."""
+        with self._lock:
+            [[before]] = self._run("PRAGMA freelist_count")
+            if before:  # execute() would step this pragma once, which frees one page
+                self._db.executescript(f"PRAGMA incremental_vacuum({pages})")
+            [[after]] = self._run("PRAGMA freelist_count")
+            return 0 < after < before
+
+    def checkpoint(self):
+        """Empties the WAL into the database, unless that means waiting for a reader."""
+        with self._lock:
+            self._run("PRAGMA busy_timeout = 0")
+            try:
+                self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+            finally:
+                self._run(f"PRAGMA busy_timeout = {self.BUSY * 1000}")
+
+    def close(self):
+        """Leaves one tidy file behind."""
+        with self._lock:
+            with contextlib.suppress(sqlite3.Error):
+                self.checkpoint()
+            self._db.close()
+
+
+# The web application
+
+
+class Reply:
+    """A finished answer; `body` is bytes."""
+
+    __slots__ = ("body", "code", "headers", "status")
+
+    def __init__(self, code, body, kind, headers=()):
+        self.code, self.body = code, body
+        self.status = f"{code} {http.HTTPStatus(code).phrase}"
+        length = str(len(body))
+        self.headers = (("Content-Type", kind), ("Content-Length", length), *headers)
+
+    @classmethod
+    def json(cls, text):
+        return cls(200, f"{text}\n".encode(), "application/json")
+
+
+class Refusal(Exception):
+    """An answer that can be raised: one line of text."""
+
+    def __init__(self, code, text, headers=()):
+        super().__init__(text)
+        kind = "text/plain; charset=utf-8"
+        self.reply = Reply(code, f"{text}\n".encode(), kind, headers)
+
+
+# Whatever goes wrong on this side: senders try again after a 503 and forget after a 4xx.
+UNAVAILABLE = Refusal(503, "tente de novo mais tarde", [("Retry-After", "5")]).reply
+
+
+class Repeats:
+    """Log lines that would flood the log: the first of a kind, then one a minute."""
+
+    def __init__(self, how, clock=time.monotonic):
+        self.how, self.clock = how, clock
+        self.total = collections.Counter()
+        self._logged = {}  # kind: (when, total by then)
+
+    def __call__(self, kind, text, *values):
+        self.total[kind] += 1
+        now, total = self.clock(), self.total[kind]
+        when, before = self._logged.get(kind, (-math.inf, 0))
+        if now - when >= 60:
+            self._logged[kind] = now, total
+            log.log(
+                self.how, f"{text} (number %d, %d new)", *values, total, total - before
+            )
+
+
+# Not the sender's, or not for the consumer: credentials, what belongs to the connection
+# (RFC 9110 7.6.1), what proxies add.
+NOT_KEPT = re.compile(
+    "x-token|authorization|proxy-.*|cookie"
+    "|connection|keep-alive|te|trailer|transfer-encoding|upgrade|expect"
+    "|forwarded|x-forwarded-.*|via|x-real-ip|true-client-ip|cf-.*|cdn-loop"
+)
+
+
+@functools.lru_cache(maxsize=1024)  # senders repeat themselves
+def header_name(key):
+    """'HTTP_X_GITHUB_EVENT' -> 'x-github-event', lower case as in n8n, or None."""
+    name = key.replace("HTTP_", "", 1).replace("_", "-").lower()
+    header = key.startswith("HTTP_") or name in ("content-type", "content-length")
+    return name if header and not NOT_KEPT.fullmatch(name) else None
+
+
+class Request:
+    """What handlers need of a WSGI environ (PEP 3333: text there is latin-1)."""
+
+    def __init__(self, environ):
+        self.environ = environ
+        self.method = environ["REQUEST_METHOD"]
+        path = environ.get("PATH_INFO", "")
+        self.path = path.encode("latin-1").decode("utf-8", "replace")
+        self.query, self.query_token = {}, None
+        if environ.get("QUERY_STRING"):
+            self._read_query(environ["QUERY_STRING"])
+        self.suffix = ""  # what a sender appended to the token in the query
+
+    def _read_query(self, text):
+        pairs = text.split("&")
+        rest = [pair for pair in pairs if not pair.startswith("token=")]
+        self.query = urllib.parse.parse_qs("&".join(rest), keep_blank_values=True)
+        for pair in pairs:
+            if pair.startswith("token="):  # a plus stays one: tokens have no blanks
+                self.query_token = urllib.parse.unquote_to_bytes(pair[len("token=") :])
+                break
+
+    def header_token(self):
+        """From X-Token, or Authorization: Bearer (RFC 6750), as bytes; or None."""
+        token = self.environ.get("HTTP_X_TOKEN")
+        scheme, _, bearer = self.environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        if not token and scheme.lower() == "bearer":
+            token = bearer.strip()
+        return token.encode("latin-1") if token else None
+
+    def number(self, name, low, high, default):
+        """A whole number from the query; `default` when it is anything else."""
+        text = self.query.get(name, [""])[0]
+        if re.fullmatch("[0-9]{1,9}", text) and low <= int(text) <= high:
+            return int(text)
+        return default
+
+    def body(self, limit):
+        """The body as bytes. Refusal 413 over `limit`, 400 when it is not all there."""
+        stream = self.environ["wsgi.input"]
+        text = self.environ.get("CONTENT_LENGTH") or "0"
+        if not re.fullmatch("[0-9]{1,18}", text):
+            raise Refusal(400, "Content-Length inválido")
+        length = int(text)
+        if length > limit:
+            raise Refusal(413, "payload grande demais")
+        if self.environ.get("wsgi.input_terminated"):  # the server knows where it ends
+            body = stream.read(limit + 1)
+        else:
+            body = stream.read(length)
+        if len(body) > limit:
+            raise Refusal(413, "payload grande demais")
+        if len(body) < length:
+            raise Refusal(400, "corpo incompleto")
+        return body
+
+    def kept_headers(self):
+        """The sender's headers as a JSON object."""
+        named = {header_name(key): value for key, value in self.environ.items()}
+        named.pop(None, None)
+        return json.dumps(named, separators=(",", ":"))
+
+    def kept_query(self):
+        """The query as a JSON object or None; repeated names have a list, as in n8n."""
+        if not self.query:
+            return None
+        pairs = self.query.items()
+        return json.dumps({k: v[0] if len(v) == 1 else v for k, v in pairs})
+
+
+def refuse_constant(name):
+    raise ValueError(name)
+
+
+def payload_json(body):
+    """(JSON text, whether it is base64) for a payload.
+
+    JSON goes out as it came, never written anew. What an ordinary reader would choke on
+    (NaN, 1,000 brackets deep, 4,300 digits in a row) goes out as a string: one such
+    message would make the whole batch unreadable.
+    """
+    try:
+        text = body.decode()
+        json.loads(text, parse_constant=refuse_constant)
+        return text, False
+    except UnicodeDecodeError:
+        return json.dumps(base64.b64encode(body).decode()), True
+    except (ValueError, RecursionError):
+        return json.dumps(text), False
+
+
+def item_json(row):
+    """A row as an item, in JSON text; keys without a value are left out."""
+    payload, is_base64 = payload_json(row["body"])
+    created = row["created_at"]
+    strings = {
+        "codificacao": "base64" if is_base64 else None,
+        "recebido_em": created and created.replace(" ", "T") + "Z",
+        "fonte": row["source"],
+        "metodo": row["method"],
+        "caminho": row["path"],
+        "evento": row["event_id"],
+    }
+    parts = {
+        "id": str(row["id"]),
+        "payload": payload,
+        "tentativa": str(row["attempts"]),
+        **{key: json.dumps(value) for key, value in strings.items() if value},
+        "headers": row["headers"],
+        "query": row["query"],
+    }
+    return (
+        "{" + ",".join(f'"{key}":{text}' for key, text in parts.items() if text) + "}"
+    )
+
+
+ANYBODY, SENDER, CONSUMER = "anybody", "sender", "consumer"
+
+# path, method, handler, who may; of those that fit a path the first decides
+ROUTES = (
+    ("/webhook", "POST", "webhook", SENDER),
+    ("/webhook/{rest}", "POST", "webhook", SENDER),
+    ("/fila/pegar", "POST", "pegar", CONSUMER),
+    ("/fila/{id}/processado", "POST", "processado", CONSUMER),
+    ("/fila/{id}/erro", "POST", "erro", CONSUMER),
+    ("/fila/{id}/{verdict}", "POST", "no_such_verdict", CONSUMER),
+    ("/health", "GET", "health", ANYBODY),
+)
+
+
+def pattern(path):
+    """'/fila/{id}/erro' as a regular expression; {rest} may hold slashes."""
+    text = path.replace("{rest}", "(?P<rest>.*)")
+    return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text), re.DOTALL)
+
+
+class App:
+    """Requests to replies, and errors to replies. It knows no SQL and no server."""
+
+    OK = Reply.json('{"status":"ok"}')
+    ROUTES = tuple((pattern(path), *route) for path, *route in ROUTES)
+
+    def __init__(self, settings, store):
+        self.settings, self.store = settings, store
+        self.refused = Repeats(logging.WARNING)
+        self.trouble = Repeats(logging.ERROR)
+
+    def respond(self, environ):
+        """The reply to a request. It never raises, since others wait for theirs."""
+        try:
+            request = Request(environ)
+            handler, right = self.route(request)
+            if right is not ANYBODY:
+                self.authorize(request, right)
+            return handler(request)
+        except Refusal as refusal:
+            self.note(refusal.reply, environ)
+            return refusal.reply
+        except (sqlite3.Error, OSError) as error:
+            return self.failed(error)
+        except Exception:  # our fault: the sender shall try again, the others go on
+            log.exception("unexpected error")
+            return UNAVAILABLE
+
+    def route(self, request):
+        """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6)."""
+        method = "GET" if request.method == "HEAD" else request.method
+        allowed = []
+        for path, allow, handler, right in self.ROUTES:
+            found = path.fullmatch(request.path)
+            if found and allow == method:
+                request.params = found.groupdict()
+                return getattr(self, handler), right
+            if found:
+                allowed.append("GET, HEAD" if allow == "GET" else allow)
+        if allowed:
+            raise Refusal(405, "método não permitido", [("Allow", allowed[0])])
+        raise Refusal(404, "página não encontrada")
+
+    def authorize(self, request, right):
+        """Refusal 401 without a token for this; compared as bytes, in constant time.
+
+        Evolution API with "webhook by events" appends the event to the whole URL as
+        text: /webhook?token=T/messages-upsert. What follows the token counts as path.
+        """
+        good = self.settings.token
+        if right is SENDER:
+            good += self.settings.webhook_token
+        given = request.header_token() or request.query_token or b""
+        fits = [token for token in good if hmac.compare_digest(given, token)]
+        if fits:
+            return
+        if right is SENDER and given is request.query_token:
+            for token in good:
+                head, rest = given[: len(token) + 1], given[len(token) + 1 :]
+                if hmac.compare_digest(head, token + b"/"):
+                    request.suffix = rest.decode("utf-8", "replace")
+                    return
+        raise Refusal(401, "não autorizado")
+
+    def webhook(self, request):
+        body = request.body(self.settings.max_body)
+        if not body:
+            raise Refusal(400, "payload inválido")
+        try:
+            payload = body.decode()
+        except UnicodeDecodeError:
+            payload = body
+        parts = request.params.get("rest", "").strip("/"), request.suffix.strip("/")
+        self.store.webhook(
+            payload,
+            len(body),
+            method=request.method,
+            path="/".join(filter(None, parts)) or None,
+            query=request.kept_query(),
+            headers=request.kept_headers(),
+        )
+        return self.OK
+
+    def pegar(self, request):
+        limit = request.number("limite", 1, 500, default=50)
+        settings = self.settings
+        rows = self.store.pegar(limit, settings.lease, settings.max_batch_bytes)
+        return Reply.json(f"[{','.join(map(item_json, rows))}]")
+
+    def processado(self, request):
+        status = self.store.processado(self.id(request))
+        return self.settled("processado", status)
+
+    def erro(self, request):
+        """A text body is the reason; its first 2,000 bytes are kept."""
+        body = request.body(self.settings.max_body)[:2000]
+        reason = body.decode("utf-8", "replace").strip()
+        return self.settled("erro", self.store.erro(self.id(request), reason or None))
+
+    def no_such_verdict(self, request):
+        raise Refusal(400, "status deve ser processado ou erro")
+
+    def id(self, request):
+        """A message's id. Refusal 400 for no number; what no row can have is unknown."""
+        text = request.params["id"]
+        if not re.fullmatch("[+-]?[0-9]+", text):
+            raise Refusal(400, "id inválido")
+        return int(text) if len(text) <= 18 else -1
+
+    def settled(self, verdict, status):
+        """200 when the message stands so, since n8n's "Retry On Fail" settles twice."""
+        if status is None:
+            text = "mensagem não encontrada ou não está em processamento"
+            raise Refusal(404, text)
+        if status != verdict:
+            raise Refusal(409, f"mensagem já está em {status}")
+        return Reply.json(f'{{"status":"{verdict}"}}')
+
+    def health(self, request):
+        with self.store.transaction():  # raises when the file cannot be written
+            return self.OK
+
+    def note(self, reply, environ):
+        """Counts a refusal by its text and logs it, without payload and token."""
+        reason = reply.body.decode().strip()
+        method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")[:80]
+        client = client_address(environ, self.settings.trusted_proxy)
+        line = "%d %s: %s %r from %s"
+        self.refused(reason, line, reply.code, reason, method, path, client)
+
+    def failed(self, error):
+        """Logs trouble with the store; the reply for those who depended on it."""
+        self.trouble(str(error), "answering 503, storage trouble: %s", error)
+        return UNAVAILABLE
+
+
+def client_address(environ, trusted):
+    """The peer, or the nearest X-Forwarded-For hop that is no trusted proxy."""
+    address = environ.get("REMOTE_ADDR", "")
+    hops = environ.get("HTTP_X_FORWARDED_FOR", "").split(",") if trusted else []
+    while hops and is_trusted(address, trusted):
+        address = hops.pop().strip()
+    return address[:64]
+
+
+def is_trusted(address, trusted):
+    """Whether this is a proxy of ours; who comes by a unix socket has no address."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address in ("", "localhost")
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return any(ip in network for network in trusted)
+
+
+# Housekeeping
+
+
+class Housekeeper(threading.Thread):
+    """The timer: expired leases, old history, space for the disk.
+
+    It works in bites of a few milliseconds with pauses between them, because senders
+    wait for the same lock.
+    """
+
+    EVERY = 60  # seconds
+    ROWS, PAGES, PAUSE = 100, 200, 0.02  # of a bite, and seconds after it
+
+    def __init__(self, settings, store):
+        super().__init__(name="housekeeper", daemon=True)
+        self.days, self.store = settings.retention_days, store
+        self.stopped = threading.Event()
+        self.trouble = Repeats(logging.ERROR)
+        self._due = -math.inf
+
+    def run(self):
+        while not self.stopped.wait(self.EVERY):
+            self.tidy()
+
+    def tidy(self, bites=math.inf):
+        """All there is to do, in at most so many bites."""
+        try:
+            self.store.lease_ended()
+            purge = functools.partial(self.store.purge, self.days, self.ROWS)
+            shrink = functools.partial(self.store.shrink, self.PAGES)
+            for bite in (purge, shrink):
+                while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
+                    bites -= 1
+            self.store.checkpoint()
+        except sqlite3.Error as error:
+            self.trouble(str(error), "housekeeping will try again: %s", error)
+
+    def nudge(self, now):
+        """A little of it when it is due, for hosts where processes come and go."""
+        if now - self._due >= self.EVERY:
+            self._due = now
+            self.tidy(bites=5)
+
+    def stop(self):
+        self.stopped.set()
+        self.join()
+
+
+# The server
+
+try:
+    import waitress
+    from waitress import wasyncore
+    from waitress.channel import HTTPChannel
+    from waitress.parser import HTTPRequestParser, ParsingError
+    from waitress.server import BaseWSGIServer
+    from waitress.task import Task, WSGITask
+    from waitress.utilities import BadRequest
+except ImportError:  # a host that brings its own WSGI server needs none of this room
+    waitress = None
+    HTTPChannel = HTTPRequestParser = Task = object
+
+# What the parser, not the application, refuses; anything else is trouble of ours.
+PARSER_REFUSALS = {
+    400: "requisição inválida",
+    408: "tempo esgotado",
+    413: "payload grande demais",
+    431: "cabeçalhos grandes demais",
+    501: "Transfer-Encoding não suportado",
+}
+
+
+class Parser(HTTPRequestParser):
+    """waitress's parser with its traps closed; `adj.max_body` limits a body's bytes."""
+
+    def parse_header(self, header_plus):
+        try:
+            super().parse_header(header_plus)
+        except ValueError:  # a Content-Length of 5,000 digits, a target http://[::1/x
+            raise ParsingError("malformed") from None
+        if self.version not in ("1.0", "1.1") or not self.command:
+            raise ParsingError("malformed request line")
+        both = self.chunked and "CONTENT_LENGTH" in self.headers
+        if both or "TRANSFER_ENCODING" in self.headers:  # still there in HTTP/1.0
+            raise ParsingError("ambiguous length")  # request smuggling, RFC 9112 6.1
+
+    def received(self, data):
+        try:
+            consumed = super().received(data)
+        except OSError as error:  # big bodies arrive in a temporary file: its disk
+            log.error("answering 503, cannot take in a big body: %s", error)
+            self.refuse(503)
+            return len(data)
+        body = self.body_rcv
+        if body and not self.error:
+            if max(self.content_length, len(body)) > self.adj.max_body:
+                self.refuse(413)
+            elif self.chunked and len(body.control_line + body.trailer) > 16384:
+                self.refuse(400)  # else an endless chunk size is searched ever again
+        if self.completed:  # else a 100 goes out and the next request is merged in
+            self.expect_continue = False
+        return consumed
+
+    def refuse(self, code):
+        self.error, self.completed = BadRequest(""), True
+        self.error.code = code
+
+
+class Answer(Task):
+    """Sends the reply that the round has made, header and body in one piece."""
+
+    complete = True  # waitress: the status is known
+
+    def execute(self):
+        channel, reply = self.channel, self.channel.reply
+        self.status, self.response_headers = reply.status, list(reply.headers)
+        if self.request.error or channel.server.task_dispatcher.closing:
+            self.response_headers.append(("Connection", "close"))
+            self.close_on_finish = True
+        channel.lingers = bool(self.request.error)
+        self.wrote_header = True
+        head = getattr(self.request, "command", "") == "HEAD"
+        channel.write_soon(self.build_response_header() + (b"" if head else reply.body))
+
+
+class Channel(HTTPChannel):
+    """A connection."""
+
+    parser_class = Parser
+    task_class = error_task_class = Answer
+    IDLE, LINGER = 120, 30  # seconds
+    reply = None  # to the request in hand
+    lingers = draining = False
+    doing = since = None  # what check() saw it do, and since when
+
+    def check(self, now, request_timeout, idle):
+        """Ends what takes too long; called every second with monotonic seconds.
+
+        waitress's own timeout goes by the wall clock and only knows idleness: a byte
+        every two seconds would hold a connection for ever.
+        """
+        doing = self.draining or self.request or self.last_activity
+        if doing != self.doing:
+            self.doing, self.since = doing, now
+        elif self.draining:
+            if now - self.since >= self.LINGER:
+                self.handle_close()
+        elif self.request:
+            if now - self.since >= request_timeout:
+                self.request.refuse(408)
+                self.requests.append(self.request)
+                self.request = None
+                self.server.add_task(self)
+        elif now - self.since >= idle:
+            self.handle_close()
+
+    def idle(self):
+        return self.draining or not (
+            self.request or self.requests or self.total_outbufs_len
+        )
+
+    def handle_write(self):
+        """Sends. After an early refusal it then reads what the client still sends and
+        throws it away: closing with input unread would reset the connection, and the
+        client would see that instead of the answer (RFC 9112 9.6)."""
+        if not self.lingers:
+            return super().handle_write()
+        self._flush_exception(self._flush_some)
+        if self.will_close:
+            self.handle_close()
+        elif self.connected and not self.total_outbufs_len:
+            self.lingers = self.close_when_flushed = False
+            self.draining = True
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_WR)
+
+    def received(self, data):
+        return self.draining or super().received(data)
+
+    def handle_expt(self):
+        self.handle_close()  # urgent data is no HTTP
+
+
+class Rounds:
+    """waitress's task dispatcher, without threads.
+
+    It collects the requests of one round of the loop. answer() puts them through the
+    application in one transaction and lets the answers go after the commit: a burst of
+    200 webhooks costs one sync, and threads would only hand the GIL to and fro.
+    """
+
+    def __init__(self, app):
+        self.app = app
+        self.waiting = []
+        self.closing = False  # the server stops, and connections end with their answer
+
+    def add_task(self, channel):
+        self.waiting.append(channel)
+
+    def answer(self):
+        channels, self.waiting = [c for c in self.waiting if c.connected], []
+        if not channels:
+            return
+        for channel in channels:
+            channel.reply = None
+        try:
+            with self.app.store.transaction():
+                for channel in channels:
+                    channel.reply = self.reply(channel)
+        except sqlite3.Error as error:
+            failure = self.app.failed(error)
+            for channel in channels:  # a refusal made already depends on no commit
+                if not channel.reply or channel.reply.code < 400:
+                    channel.reply = failure
+        for channel in channels:
+            channel.service()
+
+    def reply(self, channel):
+        request = channel.requests[0]
+        if not request.error:
+            return self.app.respond(WSGITask(channel, request).get_environment())
+        code = request.error.code
+        if code not in PARSER_REFUSALS:
+            return UNAVAILABLE
+        reply = Refusal(code, PARSER_REFUSALS[code]).reply
+        command = getattr(request, "command", "") or "?"
+        peer = {"REQUEST_METHOD": command, "REMOTE_ADDR": channel.addr[0]}
+        self.app.note(reply, peer)
+        return reply
+
+
+class SteadyClock:
+    """Seconds since the epoch, which do not jump when somebody sets the clock.
+
+    A lease must not end by that. `offset` is to the monotonic clock.
+    """
+
+    def __init__(self, wall=time.time, monotonic=time.monotonic):
+        self.wall, self.monotonic = wall, monotonic
+        self.offset = wall() - monotonic()
+
+    def __call__(self):
+        return self.monotonic() + self.offset
+
+    def step(self):
+        """How many seconds the wall clock is ahead."""
+        return self.wall() - self()
+
+
+class Server:
+    """The sockets and the loop. All of it runs on the thread that calls run(), so
+    nothing may wait for that thread."""
+
+    GRACE, QUIET = 10, 0.5  # seconds to finish, and for connections that stay silent
+
+    def __init__(self, settings, app, sockets, clock):
+        self.timeout, self.app, self.clock = settings.request_timeout, app, clock
+        self.rounds = Rounds(app)
+        self.map = {}
+        self.stopping = False
+        self._checked = time.monotonic()
+        waitress.create_server(
+            app.respond,  # not called by waitress: the rounds do
+            map=self.map,
+            _dispatcher=self.rounds,
+            sockets=sockets,
+            backlog=4096,
+            connection_limit=descriptor_limit() * 3 // 4,  # the rest: files, big bodies
+            recv_bytes=65536,  # bodies of 100 kB take half as long as with 8192
+            max_request_header_size=65536,
+            # Parser keeps to max_body: waitress counts what frames the chunks as well
+            max_request_body_size=settings.max_body * 8 + 65536,
+            outbuf_overflow=1 << 40,  # no reply waits for a temporary file, and above
+            outbuf_high_watermark=1 << 40,  # this mark the loop would wait for itself
+            clear_untrusted_proxy_headers=False,  # client_address() knows whom to trust
+            log_socket_errors=False,
+            asyncore_use_poll=True,  # select() ends at descriptor 1024
+            ident=None,
+        )
+        kinds = self.map.values()
+        self.listeners = [item for item in kinds if isinstance(item, BaseWSGIServer)]
+        for listener in self.listeners:
+            listener.channel_class = Channel
+            listener.adj.max_body = settings.max_body
+            listener.handle_accept = functools.partial(accept_all, listener)
+            listener.next_channel_cleanup = math.inf  # Channel.check() does it
+            listener.pull_trigger = lambda: (
+                None
+            )  # a byte per reply to wake who is awake
+
+    def run(self):
+        """Serves until SIGTERM or SIGINT, then finishes what has begun."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.stop)
+        notify("READY=1")
+        while not self.stopping:
+            self.round(1)
+        notify("STOPPING=1")
+        self.drain()
+
+    def stop(self, *_):
+        """The signal handler. A second signal ends the process at once."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        self.stopping = True
+        self.listeners[0].trigger.pull_trigger()  # poll() goes on after a handler
+
+    def round(self, timeout):
+        timeout = 0 if self.rounds.waiting else timeout
+        wasyncore.loop(timeout, use_poll=True, map=self.map, count=1)
+        self.rounds.answer()
+        now = time.monotonic()
+        if now - self._checked >= 1:
+            self._checked = now
+            self.each_second(now)
+
+    def addresses(self):
+        for listener in self.listeners:
+            name = listener.socket.getsockname()
+            yield name if isinstance(name, str) else f"{name[0]} port {name[1]}"
+
+    def channels(self):
+        return [item for item in self.map.values() if isinstance(item, Channel)]
+
+    def each_second(self, now):
+        crowded = any(listener.in_connection_overflow for listener in self.listeners)
+        for channel in self.channels():
+            channel.check(now, self.timeout, idle=2 if crowded else Channel.IDLE)
+        notify("WATCHDOG=1")
+        step = round(self.clock.step())
+        if step:
+            log.warning("the clock was set by %+d seconds; leases move along", step)
+            try:
+                self.app.store.shift(step)
+                self.clock.offset += step
+            except sqlite3.Error as error:
+                self.app.failed(error)
+
+    def drain(self):
+        """Takes in what the kernel has queued, stops listening, answers what has begun.
+
+        Connections are told to close with their answer; one that is silent is closed.
+        """
+        self.rounds.closing = True
+        for listener in self.listeners:
+            listener.handle_accept()
+            listener.accepting = False
+            listener.del_channel()
+            listener.socket.close()
+        began = time.monotonic()
+        while self.channels() and time.monotonic() - began < self.GRACE:
+            self.round(0.05)
+            if time.monotonic() - began >= self.QUIET:
+                for channel in filter(Channel.idle, self.channels()):
+                    channel.handle_close()
+
+
+def accept_all(listener):
+    """All that wait: one a round, as in waitress, lets a burst wait for seconds."""
+    before = -1
+    while before < len(listener.active_channels) and listener.readable():
+        before = len(listener.active_channels)
+        type(listener).handle_accept(listener)
+
+
+def listen(addr):
+    """Listening sockets: those that systemd holds (sd_listen_fds(3)), else `addr`."""
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        count = int(os.environ.get("LISTEN_FDS", "0"))
+        return [socket.socket(fileno=3 + n) for n in range(count)]
+    host, port = addr
+    try:
+        if host == "unix":
+            return [listen_unix(port)]
+        if not host:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return [socket.create_server(addr, family=family, dualstack_ipv6=both)]
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return [socket.create_server(where[:2], family=family)]
+    except OSError as error:
+        raise StartError(f"cannot listen on ADDR {host}:{port}: {error}") from error
+
+
+def listen_unix(path):
+    """A socket for this user and group, in place of one that a dead process left."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        if os.path.exists(path):
+            if probe.connect_ex(path) == 0:
+                raise OSError("another process listens there")
+            os.unlink(path)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    os.chmod(path, 0o660)
+    return server
+
+
+def descriptor_limit():
+    """Raises the limit of open files as far as it goes, up to 65536; the limit now."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+def notify(state):
+    """Tells systemd, when it listens (sd_notify(3))."""
+    name = os.environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+    if name:
+        messenger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with messenger, contextlib.suppress(OSError):
+            messenger.sendto(state.encode(), name)
+
+
+# Main
+
+
+def start_log(settings):
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
+    logging.getLogger("waitress").setLevel(logging.ERROR)
+    for token in settings.token + settings.webhook_token:
+        if len(token) < 16:
+            log.warning("a token is shorter than 16 characters and can be guessed")
+
+
+@functools.lru_cache(maxsize=1)
+def hosted(pid):
+    """(App, Housekeeper) of this process: a database connection must not be forked."""
+    settings = Settings.read(os.environ)
+    start_log(settings)
+    store = Store(settings.db_path)
+    return App(settings, store), Housekeeper(settings, store)
+
+
+def application(environ, start_response):
+    """The WSGI application for another server; each request is a transaction."""
+    try:
+        app, housekeeper = hosted(os.getpid())
+    except StartError as error:
+        log.error("%s", error)
+        reply = UNAVAILABLE
+    else:
+        housekeeper.nudge(time.monotonic())
+        reply = app.respond(environ)
+    start_response(reply.status, list(reply.headers))
+    return [b"" if environ["REQUEST_METHOD"] == "HEAD" else reply.body]
+
+
+def parse_arguments(argv):
+    lines = ["settings, from the environment:"]
+    for field in dataclasses.fields(Settings):
+        facts = field.metadata
+        lines.append(f"  {field.name.upper()}, default {facts['default'] or 'none'}")
+        lines.append(f"      {facts['meaning']};")
+        lines.append(f"      takes {facts['parse'].__doc__}")
+    parser = argparse.ArgumentParser(
+        prog="buffer.py",
+        description="A webhook buffer: senders are answered at once, consumers take "
+        "their time.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Runs the service; the exit status."""
+    parse_arguments(argv)
+    try:
+        if waitress is None:
+            hint = "pip install waitress, or apt install python3-waitress"
+            raise StartError(f"waitress is missing. Try: {hint}")
+        settings = Settings.read(os.environ)
+        start_log(settings)
+        clock = SteadyClock()
+        store = Store(settings.db_path, clock)
+        server = Server(settings, App(settings, store), listen(settings.addr), clock)
+    except StartError as error:
+        print(f"buffer.py: {error}", file=sys.stderr)
+        return error.status
+    housekeeper = Housekeeper(settings, store)
+    housekeeper.start()
+    where = ", ".join(server.addresses())
+    log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
+    server.run()
+    housekeeper.stop()
+    store.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
