@@ -269,6 +269,7 @@ UPDATE fila INDEXED BY fila_settled
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, method, path, query, headers)
 VALUES (:payload, :now, :size, :method, :path, :query, :headers)"""
+NOTHING_KEPT = dict.fromkeys(("method", "path", "query", "headers"))
 
 LEASE_ENDED = """
 UPDATE fila INDEXED BY fila_lease
@@ -458,13 +459,13 @@ class Store:
                 self._depth = depth
 
     def webhook(self, payload, size, **kept):
-        """Keeps one message of `size` bytes.
+        """Keeps one message of `size` bytes: str, or bytes where it is not UTF-8.
 
-        `payload` is str, or bytes where it is not UTF-8. The others, all str or None:
-        method, path, and query and headers as JSON objects.
+        `kept` are texts: method, path, and query and headers as JSON objects.
         """
         with self.transaction() as now:
-            self._run(WEBHOOK, payload=payload, size=size, now=now, **kept)
+            values = {**NOTHING_KEPT, **kept, "payload": payload, "size": size}
+            self._run(WEBHOOK, now=now, **values)
 
     def pegar(self, limit, lease, max_bytes):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -557,6 +558,10 @@ class Reply:
     @classmethod
     def json(cls, text):
         return cls(200, f"{text}\n".encode(), "application/json")
+
+    def wsgi(self, environ, start_response):
+        start_response(self.status, list(self.headers))
+        return [b"" if environ["REQUEST_METHOD"] == "HEAD" else self.body]
 
 
 class Refusal(Exception):
@@ -754,6 +759,10 @@ class App:
         self.settings, self.store = settings, store
         self.refused = Repeats(logging.WARNING)
         self.trouble = Repeats(logging.ERROR)
+
+    def __call__(self, environ, start_response):
+        """The WSGI application (PEP 3333)."""
+        return self.respond(environ).wsgi(environ, start_response)
 
     def respond(self, environ):
         """The reply to a request. It never raises, since others wait for theirs."""
@@ -993,7 +1002,7 @@ class Parser(HTTPRequestParser):
             self.refuse(503)
             return len(data)
         body = self.body_rcv
-        if body and not self.error:
+        if body is not None and not self.error:
             if max(self.content_length, len(body)) > self.adj.max_body:
                 self.refuse(413)
             elif self.chunked and len(body.control_line + body.trailer) > 16384:
@@ -1161,7 +1170,7 @@ class Server:
         self.stopping = False
         self._checked = time.monotonic()
         waitress.create_server(
-            app.respond,  # not called by waitress: the rounds do
+            app,  # not called by waitress: the rounds ask it for replies
             map=self.map,
             _dispatcher=self.rounds,
             sockets=sockets,
@@ -1340,12 +1349,9 @@ def application(environ, start_response):
         app, housekeeper = hosted(os.getpid())
     except StartError as error:
         log.error("%s", error)
-        reply = UNAVAILABLE
-    else:
-        housekeeper.nudge(time.monotonic())
-        reply = app.respond(environ)
-    start_response(reply.status, list(reply.headers))
-    return [b"" if environ["REQUEST_METHOD"] == "HEAD" else reply.body]
+        return UNAVAILABLE.wsgi(environ, start_response)
+    housekeeper.nudge(time.monotonic())
+    return app(environ, start_response)
 
 
 def parse_arguments(argv):

@@ -1,24 +1,147 @@
 #!/usr/bin/env python3
 """The specification of buffer.py, as tests, and its benchmark.
 
-python test_buffer.py          what a change must keep: at most two minutes
-python test_buffer.py --all    the long proofs as well: kill -9, power cuts, full disks
-python test_buffer.py NAME...  only classes or tests whose names contain one of these
-python test_buffer.py bench    the benchmark
+python test_buffer.py           what every change must keep; under two minutes
+python test_buffer.py --all     the long proofs as well: kill -9, power cuts, full disks
+python test_buffer.py NAME ...  only tests with one of these words in their names
+python test_buffer.py bench     the benchmark
+
+Where the folder ../shared with recorded traffic stands beside this one, more is tested.
 """
 
+import base64
+import contextlib
+import dataclasses
 import http.client
+import io
+import json
+import logging
 import os
 import pathlib
 import re
+import shutil
 import signal
+import socket
+import sqlite3
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import unittest
+import wsgiref.util
+import wsgiref.validate
+from unittest import mock
+
+import buffer
 
 HERE = pathlib.Path(__file__).resolve().parent
+SHARED = HERE.parent / "shared"
 TOKEN = "a-token-for-the-tests"
+
+long = unittest.skipUnless("--all" in sys.argv, "a long proof: --all")
+
+
+# What the tests work with
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self, now=1_800_000_000):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Case(unittest.TestCase):
+    """An application on a file of its own, called in process, with a clock to move."""
+
+    settings = ()  # pairs of name and text
+
+    def setUp(self):
+        self.folder = pathlib.Path(self.enter(tempfile.TemporaryDirectory()))
+        self.clock = Clock()
+        self.log = self.enter(self.assertLogs("buffer", logging.DEBUG))
+        buffer.log.debug("assertLogs wants at least one line")
+        self.open()
+
+    def enter(self, context):
+        value = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return value
+
+    def open(self, **settings):
+        environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
+        environ.update(self.settings, **settings)
+        self.configured = buffer.Settings.read(environ)
+        self.store = buffer.Store(self.configured.db_path, self.clock)
+        self.addCleanup(self.store.close)
+        self.app = buffer.App(self.configured, self.store)
+
+    def call(self, method, url, body=b"", token=TOKEN, **environ):
+        """(status, body) from the application, through wsgiref's validator."""
+        path, _, query = url.partition("?")
+        environ = {
+            "REQUEST_METHOD": method,
+            "SCRIPT_NAME": "",
+            "PATH_INFO": path.encode().decode("latin-1"),
+            "QUERY_STRING": query,
+            "CONTENT_LENGTH": str(len(body)),
+            "wsgi.input": io.BytesIO(body),
+            **({"HTTP_X_TOKEN": token} if token else {}),
+            **environ,
+        }
+        wsgiref.util.setup_testing_defaults(environ)
+        self.answered = {}
+
+        def start_response(status, headers, exc_info=None):
+            self.answered.update(headers, status=int(status[:3]))
+
+        parts = wsgiref.validate.validator(self.app)(environ, start_response)
+        with contextlib.closing(parts):
+            return self.answered["status"], b"".join(parts).decode()
+
+    def send(self, body=b"{}", url="/webhook", **environ):
+        self.assertEqual(
+            (200, '{"status":"ok"}\n'), self.call("POST", url, body, **environ)
+        )
+
+    def claim(self, query=""):
+        status, text = self.call("POST", f"/fila/pegar{query}")
+        self.assertEqual(200, status)
+        return json.loads(text)
+
+    def settle(self, id_, verdict, body=b""):
+        return self.call("POST", f"/fila/{id_}/{verdict}", body)[0]
+
+    def rows(self, sql="SELECT * FROM fila ORDER BY id"):
+        """What a stranger sees in the file."""
+        with contextlib.closing(sqlite3.connect(self.configured.db_path)) as db:
+            db.row_factory = sqlite3.Row
+            return db.execute(sql).fetchall()
+
+    def logged(self):
+        return "\n".join(self.log.output)
+
+
+class Faulty:
+    """A connection to SQLite on which statements that contain `part` fail."""
+
+    def __init__(self, db, part, error="disk I/O error", rolls_back=False):
+        self.db, self.part, self.error, self.rolls_back = db, part, error, rolls_back
+
+    def __getattr__(self, name):
+        return getattr(self.db, name)
+
+    def execute(self, sql, values=()):
+        if self.part in f"{sql} {values}":
+            if self.rolls_back:
+                self.db.execute("ROLLBACK")
+            raise sqlite3.OperationalError(self.error)
+        return self.db.execute(sql, values)
 
 
 class Service:
@@ -90,3 +213,1383 @@ class Service:
             return answer.status, answer.headers, answer.read()
         finally:
             connection.close()
+
+
+class Loop(Case):
+    """The real server in this process, its loop turned by the test round by round."""
+
+    def open(self, **settings):
+        super().open(**settings)
+        listening = [socket.create_server(("127.0.0.1", 0))]
+        self.server = buffer.Server(self.configured, self.app, listening, self.clock)
+        self.clock.step = lambda: 0
+        self.where = listening[0].getsockname()
+        self.addCleanup(self.close_server)
+
+    def close_server(self):
+        for item in list(self.server.map.values()):
+            item.close()
+
+    def client(self, data=b""):
+        client = socket.create_connection(self.where)
+        self.addCleanup(client.close)
+        client.settimeout(0)
+        client.sendall(data)
+        return client
+
+    def turn(self, rounds=1):
+        for _ in range(rounds):
+            self.server.round(0.05)
+
+    def heard(self, client):
+        """What the server has sent by now; None where it has closed."""
+        try:
+            return client.recv(1 << 20) or None
+        except BlockingIOError:
+            return b""
+
+    def ask(self, data):
+        """All that comes back for these bytes on a new connection."""
+        client = self.client(data)
+        self.turn(6)
+        return self.heard(client)
+
+
+def http_post(body=b"{}", headers=(), path="/webhook", token=TOKEN):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"X-Token: {token}", *headers]
+    lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+# Settings
+
+
+class SettingsTest(unittest.TestCase):
+    def read(self, **environ):
+        return buffer.Settings.read({"TOKEN": TOKEN, **environ})
+
+    def refused(self, **environ):
+        with self.assertRaises(buffer.StartError) as caught:
+            self.read(**environ)
+        self.assertEqual(2, caught.exception.status)
+        self.assertNotIn("\n", str(caught.exception))
+        return str(caught.exception)
+
+    def test_without_a_token_there_is_no_start_but_a_fresh_token_to_copy(self):
+        for environ in ({"TOKEN": ""}, {"TOKEN": "", "MAX_BODY": "bad"}):
+            first, second = self.refused(**environ), self.refused(**environ)
+            self.assertRegex(first, r"TOKEN=[\w-]{43} python buffer.py")
+            self.assertNotEqual(first, second)
+
+    def test_defaults(self):
+        settings = self.read()
+        self.assertEqual(("", 8080), settings.addr)
+        self.assertEqual(32 << 20, settings.max_body)
+        self.assertEqual((600, 7, 120), (settings.lease, settings.retention_days, 120))
+        self.assertEqual((), settings.webhook_token)
+
+    def test_an_empty_value_means_the_default(self):
+        self.assertEqual(32 << 20, self.read(MAX_BODY="").max_body)
+
+    def test_an_empty_token_in_a_list_is_refused(self):
+        for text in ("a,,b", ",", "a,", " ,a"):
+            self.refused(TOKEN=text)
+            self.refused(WEBHOOK_TOKEN=text)
+        self.refused(WEBHOOK_TOKEN="")
+
+    def test_several_tokens_for_rotation(self):
+        self.assertEqual(
+            (b"new", "velh\u00f3".encode()), self.read(TOKEN="new, velhó").token
+        )
+
+    def test_sizes(self):
+        for text, number in (
+            ("1048576", 1 << 20),
+            ("512K", 512 << 10),
+            ("32m", 32 << 20),
+        ):
+            self.assertEqual(number, self.read(MAX_BODY=text).max_body)
+
+    def test_addresses(self):
+        for text, expected in (
+            (":8080", ("", 8080)),
+            ("127.0.0.1:0", ("127.0.0.1", 0)),
+            ("[::1]:80", ("::1", 80)),
+            ("localhost:65535", ("localhost", 65535)),
+            ("unix:/run/b.sock", ("unix", "/run/b.sock")),
+        ):
+            self.assertEqual(expected, self.read(ADDR=text).addr)
+
+    def test_a_bad_value_is_named_with_what_is_allowed(self):
+        for name, value, allowed in (
+            ("ADDR", "8080", "127.0.0.1:8080"),
+            ("ADDR", "::1:8080", "[::1]:8080"),
+            ("ADDR", ":65536", "127.0.0.1:8080"),
+            ("MAX_BODY", "32X", "32M"),
+            ("MAX_BODY", "0", "512K"),
+            ("MAX_BODY", "1G", "up to 512M"),
+            ("MAX_BODY", "-1", "bytes"),
+            ("LEASE", "0", "seconds"),
+            ("LEASE", "ten", "from 1 to 604800"),
+            ("LEASE", "٣", "from 1 to 604800"),
+            ("RETENTION_DAYS", "0", "days"),
+            ("RETENTION_DAYS", "nan", "days"),
+            ("TRUSTED_PROXY", "10.0.0.0/99", "networks"),
+            ("LOG_LEVEL", "LOUD", "DEBUG"),
+            ("REQUEST_TIMEOUT", "1.5", "seconds"),
+        ):
+            with self.subTest(name=name, value=value):
+                line = self.refused(**{name: value})
+                self.assertIn(f"{name}={value!r}", line)
+                self.assertIn(allowed, line)
+
+    def test_a_secret_is_never_shown(self):
+        self.assertNotIn("hidden", self.refused(TOKEN="hidden,"))
+        self.assertNotIn(TOKEN, repr(self.read()))
+
+    def test_settings_are_frozen(self):
+        with self.assertRaises(AttributeError):
+            self.read().lease = 1
+
+
+# The store
+
+
+class StoreTest(Case):
+    def test_folder_and_file_are_for_the_owner(self):
+        path = self.folder / "new" / "b.sqlite"
+        previous = os.umask(0)
+        self.addCleanup(os.umask, previous)
+        store = buffer.Store(str(path))
+        self.addCleanup(store.close)
+        store.webhook("{}", 2)
+        self.assertEqual(0o750, stat.S_IMODE(path.parent.stat().st_mode))
+        for file in path.parent.iterdir():
+            self.assertEqual(0o600, stat.S_IMODE(file.stat().st_mode), file)
+
+    def test_the_file_is_durable_and_can_shrink(self):
+        for pragma, value in (
+            ("journal_mode", "wal"),
+            ("synchronous", 2),
+            ("auto_vacuum", 2),
+            ("secure_delete", 1),
+        ):
+            self.assertEqual(value, self.store._run(f"PRAGMA {pragma}")[0][0], pragma)
+
+    def test_every_query_of_the_hot_path_uses_its_index(self):
+        values = dict.fromkeys(
+            ("limit", "now", "until", "ids", "id", "reason", "before")
+        )
+        values.update(step="+1 seconds", ids="[1]")
+        for name, index in (
+            ("DUE", "USING COVERING INDEX fila_queue (status=? AND available_at=?)"),
+            ("LEASE_ENDED", "USING INDEX fila_lease (lease_until<?)"),
+            ("PEGAR", "USING INTEGER PRIMARY KEY (rowid=?)"),
+            ("PROCESSADO", "USING INTEGER PRIMARY KEY (rowid=?)"),
+            ("ERRO", "USING INTEGER PRIMARY KEY (rowid=?)"),
+            ("STATUS", "USING INTEGER PRIMARY KEY (rowid=?)"),
+            ("PURGE", "USING INDEX fila_settled (settled_at<?)"),
+            ("SHIFT", "USING INDEX fila_lease"),
+        ):
+            sql = getattr(buffer, name)
+            named = {k: v for k, v in values.items() if f":{k}" in sql}
+            plan = self.store._run(f"EXPLAIN QUERY PLAN {sql}", **named)
+            text = "\n".join(row["detail"] for row in plan)
+            self.assertIn(index, text, name)
+            self.assertNotIn("TEMP B-TREE", text, name)
+            self.assertNotRegex(text, r"(?m)SCAN fila$", name)
+
+    def test_a_request_that_fails_takes_nothing_else_with_it(self):
+        with self.store.transaction():
+            self.store.webhook("first", 5)
+            with self.assertRaises(sqlite3.Error):
+                self.store.webhook({"not": "a value"}, 5)
+            self.store.webhook("third", 5)
+        self.assertEqual(["first", "third"], [row["payload"] for row in self.rows()])
+
+    def test_a_nested_failure_undoes_what_its_own_level_did(self):
+        with self.store.transaction():
+            with contextlib.suppress(ValueError), self.store.transaction():
+                self.store.webhook("undone", 6)
+                with contextlib.suppress(ValueError), self.store.transaction():
+                    raise ValueError
+                raise ValueError
+            self.store.webhook("kept", 4)
+        self.assertEqual(["kept"], [row["payload"] for row in self.rows()])
+
+    def test_after_sqlite_rolled_back_nothing_more_joins_the_transaction(self):
+        with self.assertRaises(sqlite3.Error), self.store.transaction():
+            self.store.webhook("lost", 4)
+            self.store._db.execute("ROLLBACK")
+            with self.assertRaises(sqlite3.Error):
+                self.store.webhook("must not become a transaction of its own", 4)
+        self.assertEqual([], self.rows())
+        self.store.webhook("works again", 4)
+
+    def test_threads_get_their_own_rows(self):
+        for number in range(256):
+            self.store.webhook(str(number), 3)
+        got = []
+
+        def consumer():
+            while rows := self.store.pegar(3, 600, 1 << 20):
+                got.extend(row["id"] for row in rows)
+
+        threads = [threading.Thread(target=consumer) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(list(range(1, 257)), sorted(got))
+
+    def test_what_is_no_database_of_ours_is_refused_in_one_line(self):
+        def database(sql):
+            path = self.folder / f"{len(list(self.folder.iterdir()))}.sqlite"
+            with contextlib.closing(sqlite3.connect(path)) as db:
+                db.executescript(sql)
+            return path
+
+        text = self.folder / "text"
+        text.write_text("this is not a database, whatever its name says" * 50)
+        for path, reason in (
+            (text, "not a database"),
+            (self.folder, "directory"),
+            (pathlib.Path("/proc/nothing/b.sqlite"), "No such file"),
+            (database("CREATE TABLE fila (a, b)"), "not a queue"),
+            (database("PRAGMA user_version = 99"), "newer buffer.py made it"),
+        ):
+            before = path.read_bytes() if path.is_file() else None
+            with self.assertRaises(buffer.StartError) as caught:
+                buffer.Store(str(path))
+            self.assertIn(reason, str(caught.exception))
+            self.assertIn(str(path), str(caught.exception))
+            self.assertNotIn("\n", str(caught.exception))
+            if before:
+                self.assertEqual(before, path.read_bytes())
+
+    def test_an_old_sqlite_is_refused_with_what_helps(self):
+        old = mock.patch("sqlite3.sqlite_version_info", (3, 34, 1))
+        helps = "3.35 is needed.*uv run"
+        with old, self.assertRaisesRegex(buffer.StartError, helps):
+            buffer.Store(":memory:")
+
+
+class GoProgramsFileTest(Case):
+    """A file of the Go program opens as it is, and stays good for that program."""
+
+    OLD = """
+        CREATE TABLE fila (
+            id         INTEGER PRIMARY KEY AUTOINCREMENT,
+            payload    TEXT NOT NULL,
+            status     TEXT NOT NULL DEFAULT 'pendente',
+            locked_at  DATETIME,
+            created_at DATETIME DEFAULT CURRENT_TIMESTAMP
+        );
+        CREATE INDEX idx_fila_status ON fila(status);
+        INSERT INTO fila (payload, status, locked_at) VALUES
+            ('{"n":1.10}', 'processado', '2020-01-01 00:00:00'),
+            ('waits', 'pendente', NULL),
+            ('old lease', 'processando', '2020-01-01 00:00:00'),
+            ('new lease', 'processando', '2027-01-15 08:00:00'),
+            (CAST(x'ff00fe' AS TEXT), 'pendente', NULL);"""
+    RETURN_OLD = """
+        UPDATE fila SET status='pendente', locked_at=NULL WHERE status='processando'
+           AND locked_at < datetime('2027-01-15 08:20:00', '-10 minutes')"""
+    CLAIM_OLD = """
+        UPDATE fila SET status='processando', locked_at='2027-01-15 08:00:00' WHERE id IN
+        (SELECT id FROM fila WHERE status='pendente' ORDER BY id LIMIT 1)
+        RETURNING id, payload"""
+
+    def open(self, **settings):
+        path = self.folder / "b.sqlite"
+        if not path.exists():
+            self.old(self.OLD)
+        super().open(**settings)
+
+    def old(self, sql):
+        with contextlib.closing(sqlite3.connect(self.folder / "b.sqlite")) as db:
+            db.executescript(sql)
+
+    def test_its_messages_come_out_and_leases_of_ten_minutes_hold(self):
+        self.assertEqual([2, 3, 5], [item["id"] for item in self.claim()])
+        self.clock.now += 599  # from 08:00:00, when the new lease began
+        self.assertEqual([], self.claim())
+        self.clock.now += 1
+        self.assertIn(4, [item["id"] for item in self.claim()])
+
+    def test_text_that_is_not_utf8_does_not_spoil_the_claim(self):
+        item = self.claim()[-1]
+        self.assertEqual(("/wD+", "base64"), (item["payload"], item["codificacao"]))
+
+    def test_its_history_is_kept_for_the_time_of_retention(self):
+        self.assertEqual(0, self.store.purge(7, 100))
+        self.clock.now += 7 * 86400 + 1
+        self.assertEqual(1, self.store.purge(7, 100))
+
+    def test_the_rebuilt_file_shrinks(self):
+        self.assertEqual(2, self.store._run("PRAGMA auto_vacuum")[0][0])
+
+    def test_the_old_program_goes_on_with_the_file(self):
+        self.claim("?limite=1")
+        self.settle(2, "processado")
+        self.store.close()
+        self.old("CREATE INDEX IF NOT EXISTS idx_fila_status ON fila(status)")
+        self.old("INSERT INTO fila (payload) VALUES ('from the old program')")
+        self.old(self.CLAIM_OLD)
+        self.open()
+        self.clock.now += 600
+        self.assertIn("from the old program", [i["payload"] for i in self.claim()])
+        old = self.rows("SELECT status FROM fila ORDER BY id")
+        self.assertEqual("processado", old[1]["status"])
+
+    def test_a_lease_of_ours_means_the_same_to_the_old_program(self):
+        self.claim()
+        self.store.close()
+        self.old(self.RETURN_OLD)
+        [row] = self.rows("SELECT status FROM fila WHERE id = 2")
+        self.assertEqual("pendente", row["status"])
+
+
+# Senders
+
+
+class WebhookTest(Case):
+    def test_it_is_kept_with_what_belongs_to_it(self):
+        self.send(
+            b'{"a": 1}',
+            "/webhook/messages-upsert?instance=loja&token=x&tag=1&tag=2",
+            CONTENT_TYPE="application/json",
+            HTTP_USER_AGENT="axios/1.7",
+            HTTP_X_GITHUB_EVENT="push",
+        )
+        [item] = self.claim()
+        self.assertEqual({"instance": "loja", "tag": ["1", "2"]}, item["query"])
+        self.assertEqual("messages-upsert", item["caminho"])
+        self.assertEqual("POST", item["metodo"])
+        self.assertEqual("2027-01-15T08:00:00Z", item["recebido_em"])
+        self.assertEqual("push", item["headers"]["x-github-event"])
+        self.assertEqual("axios/1.7", item["headers"]["user-agent"])
+        self.assertEqual("application/json", item["headers"]["content-type"])
+
+    def test_credentials_and_what_proxies_add_are_not_kept(self):
+        names = "X_TOKEN AUTHORIZATION COOKIE PROXY_AUTHORIZATION X_FORWARDED_FOR"
+        names += " X_REAL_IP FORWARDED VIA CF_CONNECTING_IP CONNECTION"
+        noise = {f"HTTP_{name}": "secret" for name in names.split()}
+        self.send(b"{}", **{**noise, "HTTP_X_TOKEN": TOKEN})
+        self.assertNotRegex(self.rows()[0]["headers"], f"secret|{TOKEN}")
+        self.assertEqual(
+            {"host": "127.0.0.1"}.keys() | {"content-length"},
+            self.claim()[0]["headers"].keys() | {"content-length"},
+        )
+
+    def test_paths(self):
+        for url, path in (
+            ("/webhook", None),
+            ("/webhook/", None),
+            ("/webhook//x", "x"),
+            ("/webhook/x/y", "x/y"),
+            ("/webhook/x%yão", "x%yão"),
+        ):
+            self.send(url=url)
+            self.assertEqual(path, self.claim()[0].get("caminho"), url)
+
+    def test_where_a_token_may_stand(self):
+        for headers, query in (
+            ({"HTTP_X_TOKEN": TOKEN}, ""),
+            ({"HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}, ""),
+            ({"HTTP_AUTHORIZATION": f"bearer  {TOKEN} "}, ""),
+            ({"HTTP_X_TOKEN": ""}, f"?token={TOKEN}"),
+            ({"HTTP_AUTHORIZATION": "Basic eDp5"}, f"?a=1&token={TOKEN}"),
+            ({}, "?token=" + TOKEN.replace("-", "%2D")),
+        ):
+            status, _ = self.call(
+                "POST", f"/webhook{query}", b"{}", token=None, **headers
+            )
+            self.assertEqual(200, status, (headers, query))
+
+    def test_what_is_no_token(self):
+        for headers, query in (
+            ({}, ""),
+            ({"HTTP_X_TOKEN": "x"}, ""),
+            ({"HTTP_X_TOKEN": "x"}, f"?token={TOKEN}"),  # the header wins
+            ({"HTTP_X_TOKEN": TOKEN + "1"}, ""),
+            ({"HTTP_X_TOKEN": TOKEN + "/x"}, ""),
+            ({"HTTP_X_TOKEN": TOKEN[:-1]}, ""),
+            ({"HTTP_X_TOKEN": "\xe9\xff"}, ""),
+            ({}, "?token="),
+            ({}, "?token=%FF%FE"),
+            ({}, f"?token={TOKEN}x"),
+            ({}, f"?token={TOKEN[:-1]}/x"),
+            ({}, f"?xtoken={TOKEN}"),
+        ):
+            answer = self.call("POST", f"/webhook{query}", b"{}", token=None, **headers)
+            self.assertEqual((401, "não autorizado\n"), answer, (headers, query))
+        self.assertEqual([], self.rows())
+        self.assertNotIn(TOKEN, self.logged())
+
+    def test_evolution_api_appends_the_event_to_the_token(self):
+        self.send(url=f"/webhook?token={TOKEN}/messages-upsert", token=None)
+        self.send(url=f"/webhook/loja?a=1&token={TOKEN}/send-message", token=None)
+        first, second = self.claim()
+        self.assertEqual("messages-upsert", first["caminho"])
+        self.assertEqual("loja/send-message", second["caminho"])
+        self.assertNotIn("query", first)
+        self.assertEqual({"a": "1"}, second["query"])
+
+    def test_only_a_sender_may_append_to_the_token(self):
+        status, _ = self.call("POST", f"/fila/pegar?token={TOKEN}/x", token=None)
+        self.assertEqual(401, status)
+
+    def test_a_webhook_token_may_only_send(self):
+        self.open(WEBHOOK_TOKEN="old-sender,new-sender")
+        for token in ("old-sender", "new-sender", TOKEN):
+            self.send(token=token)
+        for url in ("/fila/pegar", "/fila/1/processado", "/fila/1/erro"):
+            self.assertEqual(401, self.call("POST", url, token="new-sender")[0])
+        self.assertEqual(3, len(self.claim()))
+
+    def test_an_empty_body_is_refused(self):
+        self.assertEqual((400, "payload inválido\n"), self.call("POST", "/webhook"))
+
+    def test_get_is_never_2xx(self):
+        """A proxy's 301 turns a POST into a GET; a 200 would lose every message."""
+        for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"):
+            for token in (TOKEN, None):
+                status, _ = self.call(method, "/webhook/x", token=token)
+                self.assertEqual((405, "POST"), (status, self.answered["Allow"]))
+
+    def test_a_refusal_is_logged_once_in_a_while_without_payload_and_token(self):
+        for _ in range(100):
+            self.call("POST", "/webhook?token=wrong-one", b"the payload", token=None)
+        self.assertEqual(1, self.logged().count("401"))
+        self.assertIn("/webhook", self.logged())
+        self.assertNotRegex(self.logged(), "payload|wrong-one")
+        self.assertEqual(100, self.app.refused.total["não autorizado"])
+
+    def test_repeated_lines_come_once_a_minute_with_their_number(self):
+        clock = Clock(0)
+        repeats = buffer.Repeats(logging.WARNING, clock)
+        for second in range(130):
+            clock.now = second
+            repeats("kind", "it happened")
+        lines = [line for line in self.log.output if "it happened" in line]
+        self.assertEqual(3, len(lines))
+        self.assertIn("number 61, 60 new", lines[1])
+
+
+# Consumers
+
+
+class PegarTest(Case):
+    def test_oldest_first_and_each_once(self):
+        for number in range(5):
+            self.send(b"%d" % number)
+        self.assertEqual([0, 1], [item["payload"] for item in self.claim("?limite=2")])
+        self.assertEqual([2, 3, 4], [item["payload"] for item in self.claim()])
+        self.assertEqual([], self.claim())
+
+    def test_nothing_is_an_empty_array_with_200(self):
+        self.assertEqual((200, "[]\n"), self.call("POST", "/fila/pegar"))
+        self.assertEqual("application/json", self.answered["Content-Type"])
+
+    def test_limite(self):
+        self.store.webhook("{}", 2)
+        for _ in range(9):
+            self.store._run(
+                "INSERT INTO fila (payload, size) SELECT payload, size FROM fila"
+            )
+        for query, count in (
+            *((f"?limite={text}", 50) for text in ("", "abc", "0", "-1", "501", "1.5")),
+            *((f"?limite={text}", 50) for text in ("1e2", "%2B7", "٣", "9" * 5000)),
+            ("", 50),
+            ("?limite=7", 7),
+            ("?limite=1", 1),
+            ("?limite=500", 500),
+        ):
+            self.assertEqual(count, len(self.claim(query)), query[:20])
+            self.store._run("UPDATE fila SET status = 'pendente'")
+
+    def test_a_lease_that_ends_gives_the_message_out_again(self):
+        self.send()
+        self.assertEqual(1, self.claim()[0]["tentativa"])
+        self.clock.now += 599
+        self.assertEqual([], self.claim())
+        self.clock.now += 1
+        self.assertEqual(2, self.claim()[0]["tentativa"])
+
+    def test_a_batch_is_bounded_by_bytes_but_gives_at_least_one(self):
+        self.open(MAX_BATCH_BYTES="100")
+        for length in (150, 60, 60, 30, 5):
+            self.send(b"1" * length)
+        batches = [[len(str(i["payload"])) for i in self.claim()] for _ in range(4)]
+        self.assertEqual([[150], [60, 30, 5], [60], []], batches)
+
+    def test_a_big_message_waits_for_the_next_claim_and_holds_nobody_up(self):
+        self.open(MAX_BATCH_BYTES="100")
+        for body in (b"[1]", b"2" * 99, b"[3]", b"[4]"):
+            self.send(body)
+        self.assertEqual(
+            [[1], [3], [4]], [i["payload"] for i in self.claim("?limite=3")]
+        )
+        self.assertEqual([2], [item["id"] for item in self.claim()])
+
+    def test_an_empty_claim_writes_nothing(self):
+        changes = self.store._db.total_changes
+        self.claim()
+        self.assertEqual(changes, self.store._db.total_changes)
+
+    def test_rights(self):
+        self.send()
+        self.assertEqual(401, self.call("POST", "/fila/pegar", token="wrong")[0])
+        self.assertEqual(405, self.call("GET", "/fila/pegar")[0])
+        self.assertEqual("POST", self.answered["Allow"])
+        self.assertEqual(1, len(self.claim()))
+
+
+class PayloadTest(Case):
+    """The bytes come out as they went in."""
+
+    def test_json_is_handed_on_verbatim(self):
+        for body in (
+            b'{"a":1,"n":1.10,"big":12345678901234567890,"e":1E5,"a":2}',
+            b' {"a" : [1, 2 ,3] }\n',
+            '{"m":"olá ☕ 😀 \\u00e9 \\ud800","x":null}'.encode(),
+            b"42",
+            b'"text"',
+            b"null",
+            b"[]",
+        ):
+            self.send(body)
+            _, text = self.call("POST", "/fila/pegar")
+            self.assertIn(f'"payload":{body.decode()},', text)
+            json.loads(text)
+
+    def test_what_is_not_json_comes_out_as_text(self):
+        for body in (
+            "not json at all",
+            "a=1&b=2",
+            '<xml attr="1"/>',
+            '{"x":NaN}',
+            "[Infinity]",
+            "-Infinity",
+            '\ufeff{"bom":true}',
+            '{"a":1',
+            "{'a':1}",
+            "nul\0inside",
+            "\0",
+            " ",
+            "[" * 100_000 + "]" * 100_000,
+            '{"n":' + "7" * 5000 + "}",
+            "\u2028 ☕",
+        ):
+            self.send(body.encode())
+            [item] = self.claim()
+            self.assertEqual(body, item["payload"])
+            self.assertNotIn("codificacao", item)
+
+    def test_what_is_not_utf8_comes_out_as_base64(self):
+        for body in (
+            b"\xff\xfe\x00",
+            b"\xed\xa0\x80",
+            b'{"a":"\xe9"}',
+            bytes(range(256)),
+        ):
+            self.send(body)
+            [item] = self.claim()
+            self.assertEqual("base64", item["codificacao"])
+            self.assertEqual(body, base64.b64decode(item["payload"]))
+
+    def test_one_bad_message_leaves_the_batch_readable(self):
+        for body in (b"{}", b"[NaN]", b"\xff", b"[" * 5000, b"7" * 5000, b"{}"):
+            self.send(body)
+        self.assertEqual(6, len(self.claim()))
+
+    def test_hostile_headers_and_queries_come_out_as_json(self):
+        odd = {"PATH_INFO": "/webhook/\xff", "HTTP_X_ODD": '\xff"\\'}
+        self.send(url="/webhook?a=%FF&b=%ED%A0%80&c", **odd)
+        [item] = self.claim()
+        self.assertEqual('\xff"\\', item["headers"]["x-odd"])
+        self.assertEqual({"a", "b", "c"}, item["query"].keys())
+
+    @unittest.skipUnless(SHARED.exists(), "no recorded traffic beside this folder")
+    def test_recorded_payloads_come_out_as_they_went_in(self):
+        for file in sorted((SHARED / "payloads").glob("*.jsonl")):
+            for line in file.read_text().splitlines():
+                body = line[line.index('"body": ') + 8 : line.rindex("}")]
+                self.send(body.encode(), CONTENT_TYPE="application/json")
+                _, text = self.call("POST", "/fila/pegar")
+                self.assertIn(f'"payload":{body},"tentativa"', text)
+
+
+class SettleTest(Case):
+    """The settle table: which call on which status gives what."""
+
+    def message(self, status):
+        self.send()
+        [item] = self.claim()
+        id_ = item["id"]
+        if status == "pendente":
+            self.clock.now += 600
+            self.store.lease_ended()
+        elif status != "processando":
+            self.assertEqual(200, self.settle(id_, status))
+        return id_
+
+    def status(self, id_):
+        return self.rows(f"SELECT status FROM fila WHERE id = {id_}")[0]["status"]
+
+    def test_table(self):
+        for verdict, status, code in (
+            ("processado", "pendente", 200),
+            ("processado", "processando", 200),
+            ("processado", "processado", 200),
+            ("processado", "erro", 200),
+            ("erro", "pendente", 200),
+            ("erro", "processando", 200),
+            ("erro", "processado", 409),
+            ("erro", "erro", 200),
+        ):
+            with self.subTest(verdict=verdict, status=status):
+                id_ = self.message(status)
+                self.assertEqual(code, self.settle(id_, verdict))
+                after = verdict if code == 200 else status
+                self.assertEqual(after, self.status(id_))
+                self.assertNotIn(id_, [item["id"] for item in self.claim()])
+
+    def test_the_answer_names_the_status(self):
+        id_ = self.message("processando")
+        answer = self.call("POST", f"/fila/{id_}/processado")
+        self.assertEqual((200, '{"status":"processado"}\n'), answer)
+
+    def test_unknown_and_impossible_ids(self):
+        for id_, code in (
+            ("99999", 404),
+            ("-1", 404),
+            ("0", 404),
+            ("99999999999999999999", 404),
+            ("9" * 5000, 404),
+            ("abc", 400),
+            ("1.5", 400),
+            ("1_0", 400),
+            ("٣", 400),
+            (" 1", 400),
+        ):
+            for verdict in ("processado", "erro"):
+                self.assertEqual(code, self.settle(id_, verdict), id_[:30])
+
+    def test_no_such_verdict(self):
+        id_ = self.message("processando")
+        answer = self.call("POST", f"/fila/{id_}/feito")
+        self.assertEqual((400, "status deve ser processado ou erro\n"), answer)
+        self.assertEqual("processando", self.status(id_))
+
+    def test_erro_keeps_the_reason(self):
+        id_ = self.message("processando")
+        self.settle(id_, "erro", "número inválido ☕\n".encode() + b"\xff" * 5000)
+        reason = self.rows()[0]["reason"]
+        self.assertTrue(reason.startswith("número inválido ☕"))
+        self.assertLessEqual(len(reason), 2000)
+
+    def test_settling_late_is_still_true(self):
+        id_ = self.message("pendente")
+        self.assertEqual(200, self.settle(id_, "processado"))
+        self.assertEqual([], self.claim())
+
+    def test_unknown_paths(self):
+        for path in ("/", "/nada", "/webhookx", "/fila", "/fila/1", "/fila/1/2/3"):
+            self.assertEqual(404, self.call("POST", path)[0], path)
+
+
+class HealthTest(Case):
+    def test_it_asks_for_no_token_and_tells_no_details(self):
+        answer = self.call("GET", "/health", token=None)
+        self.assertEqual((200, '{"status":"ok"}\n'), answer)
+        self.assertEqual((200, ""), self.call("HEAD", "/health", token=None))
+
+    def test_it_is_503_when_the_file_cannot_be_written(self):
+        self.store._db = Faulty(self.store._db, "BEGIN")
+        self.assertEqual(503, self.call("GET", "/health", token=None)[0])
+
+
+class TroubleTest(Case):
+    """Trouble on our side is 503 with Retry-After, never a 4xx, and leaves by itself."""
+
+    def test_storage_trouble_is_503_and_one_line_in_the_log(self):
+        good = self.store._db
+        for part in ("BEGIN", "INSERT", "COMMIT"):
+            self.store._db = Faulty(good, part)
+            for _ in range(10):
+                self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+                self.assertIn("Retry-After", self.answered)
+        self.store._db = good
+        self.assertEqual([], self.rows())
+        self.assertEqual(1, self.logged().count("disk I/O error"))
+        self.send()
+
+    def test_a_locked_file_is_503_until_it_is_free(self):
+        with mock.patch.object(buffer.Store, "BUSY", 0.01):
+            self.open()
+        with contextlib.closing(sqlite3.connect(self.configured.db_path)) as other:
+            other.isolation_level = None
+            other.execute("BEGIN IMMEDIATE")
+            for url in ("/webhook", "/fila/pegar", "/fila/1/processado"):
+                self.assertEqual(503, self.call("POST", url, b"{}")[0])
+            other.execute("ROLLBACK")
+        self.send()
+
+    def test_a_fault_of_ours_is_503_without_details(self):
+        with mock.patch.object(self.app.store, "pegar", side_effect=KeyError("inside")):
+            status, text = self.call("POST", "/fila/pegar")
+        self.assertEqual(503, status)
+        self.assertNotIn("inside", text)
+        self.assertIn("inside", self.logged())
+
+
+class BodyTest(Case):
+    """Under another WSGI server the body's end is what Content-Length says."""
+
+    settings = (("MAX_BODY", "10"),)
+
+    def post(self, body, **environ):
+        return self.call("POST", "/webhook", body, **environ)[0]
+
+    def test_limit(self):
+        self.assertEqual(200, self.post(b"1" * 10))
+        self.assertEqual(413, self.post(b"1" * 11))
+
+    def test_the_stream_may_end_by_itself(self):
+        chunked = {"CONTENT_LENGTH": "", "wsgi.input_terminated": True}
+        self.assertEqual(200, self.post(b"1" * 10, **chunked))
+        self.assertEqual(413, self.post(b"1" * 11, **chunked))
+
+    def test_never_reads_beyond_content_length(self):
+        self.assertEqual(200, self.post(b"12345rest", CONTENT_LENGTH="5"))
+        self.assertEqual([12345], [item["payload"] for item in self.claim()])
+
+    def test_a_body_that_breaks_off_leaves_no_row(self):
+        self.assertEqual(400, self.post(b"123", CONTENT_LENGTH="5"))
+        self.assertEqual([], self.rows())
+
+    def test_nonsense_lengths(self):
+        for text in ("abc", "-1", "+5", "9" * 5000, "٣"):
+            environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/webhook"}
+            environ.update({"HTTP_X_TOKEN": TOKEN, "CONTENT_LENGTH": text})
+            reply = self.app.respond({**environ, "wsgi.input": io.BytesIO(b"123")})
+            self.assertEqual(400, reply.code, text[:9])
+
+
+class ClientAddressTest(unittest.TestCase):
+    def address(self, trusted, peer, forwarded=None):
+        environ = {"REMOTE_ADDR": peer}
+        if forwarded:
+            environ["HTTP_X_FORWARDED_FOR"] = forwarded
+        return buffer.client_address(environ, buffer.networks(trusted))
+
+    def test_headers_of_strangers_are_ignored(self):
+        self.assertEqual("9.9.9.9", self.address("", "9.9.9.9", "1.1.1.1"))
+        self.assertEqual("9.9.9.9", self.address("127.0.0.1", "9.9.9.9", "1.1.1.1"))
+
+    def test_the_nearest_hop_that_is_not_ours(self):
+        ours = "127.0.0.1,10.0.0.0/8"
+        chain = "6.6.6.6, 1.1.1.1, 10.1.2.3"
+        for peer in ("127.0.0.1", "::ffff:127.0.0.1", "localhost"):
+            self.assertEqual("1.1.1.1", self.address(ours, peer, chain))
+        self.assertEqual("10.0.0.1", self.address(ours, "127.0.0.1", "10.0.0.1"))
+        self.assertEqual("x" * 64, self.address(ours, "127.0.0.1", "x" * 999))
+
+
+# Housekeeping
+
+
+class HousekeepingTest(Case):
+    def setUp(self):
+        super().setUp()
+        self.housekeeper = buffer.Housekeeper(self.configured, self.store)
+        self.housekeeper.PAUSE = 0
+
+    def test_retention_counts_from_settling(self):
+        self.send(b"1")
+        self.clock.now += 30 * 86400
+        self.settle(1, "processado")
+        self.clock.now += 7 * 86400
+        self.housekeeper.tidy()
+        self.assertEqual(1, len(self.rows()))
+        self.clock.now += 1
+        self.housekeeper.tidy()
+        self.assertEqual([], self.rows())
+
+    def test_what_is_not_processado_is_never_deleted(self):
+        for _ in range(3):
+            self.send()
+        self.claim("?limite=1")
+        self.settle(2, "erro")
+        self.clock.now += 1000 * 86400
+        self.housekeeper.tidy()
+        self.assertEqual(3, len(self.rows()))
+
+    def test_expired_leases_return_though_nobody_claims(self):
+        self.send()
+        self.claim()
+        self.clock.now += 600
+        self.housekeeper.tidy()
+        self.assertEqual("pendente", self.rows()[0]["status"])
+
+    def history(self, count, payload):
+        with self.store.transaction():
+            for _ in range(count):
+                self.store.webhook(payload, len(payload))
+            self.store._run(
+                "UPDATE fila SET status = 'processado', settled_at = '2020-01-01'"
+            )
+
+    def test_space_goes_back_to_the_disk_and_nothing_readable_stays(self):
+        self.history(1000, "a secret message " * 200)
+        self.store.checkpoint()
+        before = os.path.getsize(self.configured.db_path)
+        self.housekeeper.tidy()
+        self.assertLess(os.path.getsize(self.configured.db_path), before / 10)
+        for file in self.folder.iterdir():
+            self.assertNotIn(b"a secret message", file.read_bytes(), file)
+
+    def test_it_deletes_in_small_bites(self):
+        self.history(250, "{}")
+        bites = []
+        with mock.patch.object(self.store, "purge", wraps=self.store.purge) as purge:
+            self.housekeeper.tidy()
+            bites = [call.args[1] for call in purge.call_args_list]
+        self.assertEqual([100, 100, 100, 100], bites)
+        self.assertEqual([], self.rows())
+
+    def test_a_nudge_does_a_little_once_a_minute(self):
+        self.history(1000, "{}")
+        for now in (0, 1, 59):
+            self.housekeeper.nudge(now)
+            self.assertEqual(500, len(self.rows()))
+        self.housekeeper.nudge(60)
+        self.assertEqual([], self.rows())
+
+    def test_trouble_is_logged_and_the_timer_lives_on(self):
+        good, self.store._db = self.store._db, Faulty(self.store._db, "DELETE")
+        self.housekeeper.tidy()
+        self.assertIn("disk I/O error", self.logged())
+        self.store._db = good
+        self.history(1, "{}")
+        self.housekeeper.tidy()
+        self.assertEqual([], self.rows())
+
+    def test_the_timer_runs_and_stops(self):
+        self.history(1, "{}")
+        self.housekeeper.EVERY = 0.001
+        self.housekeeper.start()
+        while self.rows():
+            pass
+        self.housekeeper.stop()
+        self.assertFalse(self.housekeeper.is_alive())
+
+
+class ClockTest(Case):
+    """Somebody sets the clock: leases run on as they were."""
+
+    def test_a_steady_clock_does_not_jump(self):
+        wall, monotonic = Clock(1000), Clock(5)
+        steady = buffer.SteadyClock(wall, monotonic)
+        wall.now, monotonic.now = 1010 + 3600, 15
+        self.assertEqual((1010, 3600), (steady(), steady.step()))
+
+    def test_leases_move_with_the_clock(self):
+        wall, monotonic = Clock(), Clock(0)
+        self.store.clock = steady = buffer.SteadyClock(wall, monotonic)
+        server = mock.Mock(clock=steady, app=self.app, listeners=[])
+        server.channels.return_value = []
+        self.send()
+        self.claim()
+        for jump in (3600, -3600, -3600, 7200):
+            wall.now += jump + 100
+            monotonic.now += 100
+            self.assertEqual([], self.claim())
+            buffer.Server.each_second(server, 0)
+            self.assertEqual(wall.now, steady())
+            self.assertEqual([], self.claim())
+        wall.now += 200
+        monotonic.now += 200
+        self.assertEqual(1, len(self.claim()))
+
+
+# The server
+
+
+class RoundTest(Loop):
+    """One transaction for all requests of a round, and answers only after its commit."""
+
+    def burst(self, count=5, **options):
+        clients = [self.client(http_post(b"%d" % n, **options)) for n in range(count)]
+        self.turn()  # accepts
+        return clients
+
+    def codes(self, clients):
+        return [int(self.heard(client).split(b" ")[1]) for client in clients]
+
+    def test_a_burst_costs_one_commit(self):
+        statements = []
+        clients = self.burst(20)
+        self.store._db.set_trace_callback(statements.append)
+        self.turn()
+        self.store._db.set_trace_callback(None)
+        self.assertEqual([200] * 20, self.codes(clients))
+        self.assertEqual(1, statements.count("COMMIT"))
+        self.assertEqual(20, len(self.rows()))
+
+    def test_all_that_wait_are_accepted_in_one_round(self):
+        self.burst(50)
+        self.assertEqual(50, len(self.server.channels()))
+
+    def test_no_answer_leaves_before_the_commit(self):
+        clients, early = self.burst(), []
+
+        def watch(statement):
+            if statement == "COMMIT":
+                early.extend(self.heard(client) for client in clients)
+
+        self.store._db.set_trace_callback(watch)
+        self.turn()
+        self.assertEqual([b""] * 5, early)
+        self.assertEqual([200] * 5, self.codes(clients))
+
+    def test_when_the_commit_fails_all_of_the_round_is_503(self):
+        clients = self.burst()
+        good = self.store._db
+        self.store._db = Faulty(good, "COMMIT", "database or disk is full")
+        self.turn()
+        self.store._db = good
+        self.assertEqual([503] * 5, self.codes(clients))
+        self.assertEqual([], self.rows())
+
+    def test_when_sqlite_rolls_back_in_the_middle_all_of_the_round_is_503(self):
+        clients = self.burst()
+        good = self.store._db
+        self.store._db = Faulty(good, "'payload': '2'", rolls_back=True)
+        self.turn()
+        self.store._db = good
+        self.assertEqual([503] * 5, self.codes(clients))
+        self.assertEqual([], self.rows())
+
+    def test_a_refusal_stays_one_when_the_commit_fails(self):
+        refused = self.client(http_post(token="wrong"))
+        clients = self.burst(2)
+        good = self.store._db
+        self.store._db = Faulty(good, "COMMIT")
+        self.turn()
+        self.store._db = good
+        self.assertEqual([401, 503, 503], self.codes([refused, *clients]))
+
+    def test_a_request_that_fails_alone_spoils_no_neighbour(self):
+        clients = self.burst()
+        good = self.store._db
+        self.store._db = Faulty(good, "'payload': '2'")
+        self.turn()
+        self.store._db = good
+        self.assertEqual([200, 200, 503, 200, 200], self.codes(clients))
+        self.assertEqual(["0", "1", "3", "4"], [row["payload"] for row in self.rows()])
+
+    def test_pipelined_requests_are_answered_in_their_order(self):
+        claim = http_post(b"", path="/fila/pegar")
+        answer = self.ask(http_post(b"1") + claim + http_post(b"2") + claim)
+        self.assertEqual(4, answer.count(b"HTTP/1.1 200 OK"))
+        self.assertLess(answer.index(b'"payload":1'), answer.index(b'"payload":2'))
+
+    def test_a_client_that_hung_up_is_given_nothing(self):
+        self.store.webhook("{}", 2)
+        client = self.client(http_post(b"", path="/fila/pegar"))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        self.turn(3)
+        self.assertEqual("pendente", self.rows()[0]["status"])
+
+
+class HttpTest(Loop):
+    settings = (("MAX_BODY", "1000"), ("REQUEST_TIMEOUT", "5"))
+
+    def status(self, data):
+        return int(self.ask(data).split(b" ")[1])
+
+    def test_expect_without_a_body_is_answered_and_the_next_request_untouched(self):
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n\r\n"
+        client = self.client(head)
+        self.turn(3)
+        first = self.heard(client)
+        self.assertTrue(first.startswith(b"HTTP/1.1 200 "), first)
+        client.sendall(http_post(b"[1]"))
+        self.turn(3)
+        self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 200 OK"))
+        self.assertEqual(1, len(self.rows()))
+
+    def test_expect_with_a_body(self):
+        client = self.client(http_post(b"[1]", ["Expect: 100-continue"])[:-3])
+        self.turn(3)
+        self.assertEqual(b"HTTP/1.1 100 Continue\r\n\r\n", self.heard(client))
+        client.sendall(b"[1]")
+        self.turn(3)
+        self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 200 OK"))
+
+    def test_expect_with_too_long_a_body_is_413_at_once(self):
+        data = http_post(b"1" * 1001, ["Expect: 100-continue"])
+        self.assertEqual(413, self.status(data[:-1001]))
+
+    def test_a_body_of_just_the_limit(self):
+        self.assertEqual(200, self.status(http_post(b"1" * 1000)))
+        self.assertEqual(413, self.status(http_post(b"1" * 1001)))
+
+    def chunked(self, *chunks):
+        head = http_post(b"", ["Transfer-Encoding: chunked"])
+        head = head.replace(b"Content-Length: 0\r\n", b"")
+        parts = [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks]
+        return head + b"".join([*parts, b"0\r\n\r\n"])
+
+    def test_a_chunked_body_of_just_the_limit(self):
+        for chunks in ([b"1" * 1000], [b"1"] * 1000):
+            self.assertEqual(200, self.status(self.chunked(*chunks)))
+            self.assertEqual(413, self.status(self.chunked(*chunks, b"1")))
+        self.assertEqual(2, len(self.rows()))
+
+    def test_who_sends_too_much_still_sees_the_413(self):
+        """Closing with input unread would reset the connection."""
+        client = self.client(http_post(b"1" * 1_000_000)[:500_000])
+        self.turn(3)
+        client.sendall(b"1" * 500_000)
+        self.turn(20)
+        self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 413 "))
+        self.assertIsNone(self.heard(client))
+        client.shutdown(socket.SHUT_WR)
+        self.turn(2)
+        self.assertEqual([], self.server.channels())
+
+    def test_refusals_of_the_parser_are_one_line_of_text(self):
+        answer = self.ask(b"POST /webhook HTTP/1.1\r\nBad Header: x\r\n\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        self.assertIn(b"Content-Type: text/plain; charset=utf-8", head)
+        self.assertIn(b"Connection: close", head)
+        self.assertEqual("requisição inválida\n", body.decode())
+
+    def test_a_request_has_a_deadline_from_its_first_byte_to_its_last(self):
+        client = self.client(http_post(b"[1]")[:-1])
+        self.turn(2)
+        [channel] = self.server.channels()
+        for now in (100, 101, 104, 106):
+            channel.check(now, 5, 120)
+        self.turn(2)
+        self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 408 "))
+        self.assertEqual([], self.rows())
+
+    def test_a_trickle_of_bytes_does_not_put_off_the_deadline(self):
+        client = self.client(http_post(b"[1]")[:-3])
+        self.turn(2)
+        [channel] = self.server.channels()
+        for now in range(100, 106):
+            channel.check(now, 5, 120)
+            client.sendall(b"1" if now < 102 else b"")
+            self.turn()
+        self.turn(2)
+        self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 408 "))
+
+    def test_an_idle_connection_is_closed_after_a_while(self):
+        client = self.client(http_post())
+        self.turn(3)
+        self.heard(client)
+        [channel] = self.server.channels()
+        for now in (0, 119):
+            channel.check(now, 5, 120)
+            self.assertEqual(b"", self.heard(client))
+        channel.check(120, 5, 120)
+        self.assertIsNone(self.heard(client))
+
+    def test_a_reply_over_16_mib_waits_for_its_reader_alone(self):
+        self.open(MAX_BODY="20M", MAX_BATCH_BYTES="100M")
+        for _ in range(2):
+            self.store.webhook("1" * (16 << 20), 16 << 20)
+        reader = self.client(http_post(b"", path="/fila/pegar"))
+        self.turn(3)
+        self.assertEqual(200, self.status(http_post()))
+        total = 0
+        while total < 32 << 20:
+            self.turn()
+            total += len(self.heard(reader))
+        self.assertEqual(200, self.status(http_post()))
+
+
+class StopTest(Loop):
+    def test_answers_close_their_connection_and_silent_ones_are_closed(self):
+        silent = self.client()
+        busy = self.client(http_post()[:-1])
+        self.turn(2)
+        queued = self.client(http_post())
+        busy.sendall(b"}")
+        self.server.QUIET = 0.1
+        self.server.drain()
+        self.assertIsNone(self.heard(silent))
+        for client in (busy, queued):
+            answer = self.heard(client)
+            self.assertTrue(answer.startswith(b"HTTP/1.1 200 OK"), answer)
+            self.assertIn(b"Connection: close", answer)
+            self.assertIsNone(self.heard(client))
+        self.assertEqual(2, len(self.rows()))
+        with self.assertRaises(ConnectionRefusedError):
+            self.client()
+
+    def test_it_waits_only_so_long(self):
+        self.client(http_post()[:-1])
+        self.turn(2)
+        self.server.GRACE = 0.2
+        self.server.drain()
+        self.assertEqual([], self.rows())
+
+
+# Starting and stopping, with real processes
+
+
+def run(*arguments, python=sys.executable, **environ):
+    """Runs buffer.py to its end."""
+    kept = {k: v for k, v in os.environ.items() if k != "TOKEN"}
+    return subprocess.run(
+        [python, str(HERE / "buffer.py"), *arguments],
+        env={**kept, "ADDR": "127.0.0.1:0", **{k: str(v) for k, v in environ.items()}},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=environ.get("HOME"),
+    )
+
+
+class StartTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.db = self.folder / "b.sqlite"
+
+    def refused(self, status, pattern, **environ):
+        done = run(
+            **{"HOME": self.folder, "DB_PATH": self.db, "TOKEN": TOKEN, **environ}
+        )
+        self.assertEqual(status, done.returncode, done.stderr)
+        self.assertRegex(done.stderr, pattern)
+        self.assertEqual(1, done.stderr.count("\n"), done.stderr)
+        return done
+
+    def test_without_a_token(self):
+        self.refused(
+            2, r"TOKEN is missing. Try: TOKEN=\S{43} python buffer.py", TOKEN=""
+        )
+
+    def test_with_a_bad_setting(self):
+        self.refused(2, "MAX_BODY='x'", MAX_BODY="x")
+
+    def test_with_a_file_that_is_no_database(self):
+        self.db.write_text("not a database" * 100)
+        self.refused(1, "DB_PATH=.*not a database")
+
+    def test_with_a_port_in_use(self):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            self.refused(1, f"ADDR.*{port}.*in use", ADDR=f"127.0.0.1:{port}")
+
+    def test_without_waitress(self):
+        code = "import sys, runpy; sys.modules['waitress'] = None; sys.argv = ['buffer.py']"
+        code += f"; runpy.run_path({str(HERE / 'buffer.py')!r}, run_name='__main__')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True
+        )
+        self.assertEqual(1, done.returncode)
+        self.assertIn("pip install waitress", done.stderr)
+        self.assertEqual(1, done.stderr.count("\n"), done.stderr)
+
+    def test_with_a_python_that_is_too_old(self):
+        old = pathlib.Path.home().glob(".pyenv/versions/3.[6789].*/bin/python")
+        pythons = [str(path) for path in old]
+        if not pythons:
+            self.skipTest("no Python older than 3.10 here")
+        for python in pythons:
+            done = run(python=python, TOKEN=TOKEN)
+            self.assertEqual(1, done.returncode)
+            self.assertRegex(done.stderr, r"\Abuffer.py needs Python 3.10, .*\n\Z")
+
+    def test_help_shows_every_setting_with_its_default(self):
+        text = run("--help").stdout
+        for field in dataclasses.fields(buffer.Settings):
+            default = field.metadata["default"] or "none"
+            self.assertIn(f"{field.name.upper()}, default {default}\n", text)
+
+    def test_version(self):
+        self.assertEqual(buffer.__version__ + "\n", run("--version").stdout)
+
+    def test_a_short_token_is_warned_about(self):
+        with Service(TOKEN="short") as service:
+            service.logged("WARNING.*shorter than 16 characters")
+
+    def test_the_script_names_what_it_needs(self):
+        """PEP 723: uv run buffer.py and pipx run buffer.py bring waitress along."""
+        text = (HERE / "buffer.py").read_text()
+        block = re.search(
+            r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", text
+        )
+        self.assertIn('requires-python = ">=3.10"', block["content"])
+        self.assertIn('"waitress>=2.1.2"', block["content"])
+
+
+class ServiceTest(unittest.TestCase):
+    def test_a_round_trip(self):
+        with Service() as service:
+            self.assertEqual(200, service.call("POST", "/webhook/x", b'{"a":1}')[0])
+            [item] = json.loads(service.call("POST", "/fila/pegar")[2])
+            self.assertEqual(({"a": 1}, "x"), (item["payload"], item["caminho"]))
+            self.assertEqual(200, service.call("POST", "/fila/1/processado")[0])
+            self.assertEqual(b"[]\n", service.call("POST", "/fila/pegar")[2])
+            self.assertEqual(0, service.stop())
+            self.assertEqual({"b.sqlite", "log"}, set(os.listdir(service.folder)))
+
+    def test_messages_outlive_a_restart(self):
+        with Service() as service:
+            service.call("POST", "/webhook", b"[1]")
+            service.stop(signal.SIGKILL)
+            service.start()
+            self.assertEqual(1, len(json.loads(service.call("POST", "/fila/pegar")[2])))
+
+    def test_a_unix_socket(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/buffer.sock"
+            for _ in range(2):  # the second replaces the socket of a dead process
+                with Service(ADDR=f"unix:{path}") as service:
+                    self.assertEqual(0o660, stat.S_IMODE(os.stat(path).st_mode))
+                    with socket.socket(socket.AF_UNIX) as client:
+                        client.connect(path)
+                        client.sendall(http_post())
+                        self.assertIn(b"200 OK", client.recv(1000))
+                    refused = run(ADDR=f"unix:{path}", TOKEN=TOKEN, DB_PATH=service.db)
+                    self.assertIn("another process listens there", refused.stderr)
+                    service.stop(signal.SIGKILL)
+
+    def test_both_kinds_of_ip(self):
+        with Service(ADDR=":0") as service:
+            for host in ("127.0.0.1", "::1"):
+                with contextlib.suppress(OSError):  # a machine without IPv6
+                    socket.create_connection((host, service.port)).close()
+            self.assertEqual(200, service.call("GET", "/health")[0])
+
+    def test_it_tells_systemd(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.addCleanup(systemd.close)
+        systemd.bind(f"{folder.name}/notify")
+        systemd.settimeout(10)
+        with Service(NOTIFY_SOCKET=f"{folder.name}/notify") as service:
+            self.assertEqual(b"READY=1", systemd.recv(99))
+            self.assertEqual(b"WATCHDOG=1", systemd.recv(99))
+            service.process.send_signal(signal.SIGTERM)
+            while (state := systemd.recv(99)) == b"WATCHDOG=1":
+                pass
+            self.assertEqual(b"STOPPING=1", state)
+
+    def test_a_second_signal_ends_it_at_once(self):
+        with Service() as service:
+            client = socket.create_connection(("127.0.0.1", service.port))
+            client.sendall(http_post()[:-1])
+            service.process.send_signal(signal.SIGTERM)
+            while True:  # until it no longer listens it may not have seen the first
+                try:
+                    socket.create_connection(("127.0.0.1", service.port)).close()
+                except ConnectionRefusedError:
+                    break
+            self.assertEqual(-signal.SIGTERM, service.stop())
+            client.close()
+
+    @unittest.skipUnless(SHARED.exists(), "no recorded traffic beside this folder")
+    def test_the_transcript_of_the_go_program_holds(self):
+        replay = [sys.executable, str(SHARED / "tools" / "replay_golden.py")]
+        done = subprocess.run(
+            [*replay, str(HERE / "buffer.py")], check=False, capture_output=True
+        )
+        self.assertIn(b", 0 differ", done.stdout)
+        self.assertEqual(0, done.returncode, done.stdout.decode())
+
+
+# The papers
+
+
+class PapersTest(unittest.TestCase):
+    def setUp(self):
+        self.readme = (HERE / "README.md").read_text()
+
+    def test_every_setting_stands_in_readme_as_it_is(self):
+        for field in dataclasses.fields(buffer.Settings):
+            default = field.metadata["default"]
+            cell = f"`{default}`" if default else ""
+            row = rf"\| `{field.name.upper()}` \| *{re.escape(cell)} *\| \S"
+            self.assertRegex(self.readme, row)
+
+    def test_every_route_stands_in_readme(self):
+        for path, method, *_ in buffer.ROUTES:
+            if path != "/fila/{id}/{verdict}":  # the answer to a typing error
+                shown = path.replace("/{rest}", "/")
+                self.assertRegex(
+                    self.readme, rf"\| `{method} {re.escape(shown)}[^|]*\|"
+                )
+
+    def test_the_n8n_flow_can_be_pasted(self):
+        blocks = re.findall(r"```json\n(\{.*?\n\})\n```", self.readme, re.DOTALL)
+        [flow] = [f for f in map(json.loads, blocks) if "nodes" in f]
+        names = {node["name"] for node in flow["nodes"]}
+        for source, targets in flow["connections"].items():
+            self.assertIn(source, names)
+            for target in (t for lane in targets["main"] for t in lane):
+                self.assertIn(target["node"], names)
+
+    def test_the_unit_is_clean_and_tight(self):
+        if not shutil.which("systemd-analyze"):
+            self.skipTest("no systemd-analyze here")
+        unit = (HERE / "buffer.service").read_text()
+        unit = re.sub("(?m)^ExecStart=.*", "ExecStart=/bin/true", unit)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "buffer.service"
+            path.write_text(unit)
+            verify = ["systemd-analyze", "verify", "--man=no", str(path)]
+            done = subprocess.run(verify, check=False, capture_output=True, text=True)
+            self.assertEqual("", done.stderr)
+            security = ["systemd-analyze", "security", "--offline=true", str(path)]
+            done = subprocess.run(security, check=False, capture_output=True, text=True)
+            score = re.search(
+                r"exposure level for buffer.service: ([\d.]+)", done.stdout
+            )
+            self.assertLess(float(score[1]), 2.0)
+
+
+# Running them
+
+
+def chosen(suite, words):
+    """The tests of a suite whose names hold one of the words."""
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from chosen(test, words)
+        elif not words or any(word.lower() in test.id().lower() for word in words):
+            yield test
+
+
+def main():
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    buffer.descriptor_limit()
+    loaded = unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
+    tests = unittest.TestSuite(chosen(loaded, words))
+    result = unittest.TextTestRunner(verbosity=2).run(tests)
+    for test, reason in result.skipped:
+        print(f"skipped {test}: {reason}")
+    failed = len(result.failures) + len(result.errors)
+    skipped = len(result.skipped)
+    print(
+        f"{result.testsRun - failed - skipped} passed, {failed} failed, {skipped} skipped"
+    )
+    return not result.wasSuccessful()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
