@@ -43,6 +43,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import hmac
 import http
 import ipaddress
@@ -59,6 +60,7 @@ import sqlite3
 import threading
 import time
 import urllib.parse
+import zlib
 
 __version__ = "1.0.0"
 
@@ -81,7 +83,7 @@ class StartError(Exception):
 
 
 def matched(pattern, text):
-    found = re.fullmatch(pattern, text, re.IGNORECASE)
+    found = re.fullmatch(pattern, text, re.IGNORECASE | re.ASCII)
     if not found:
         raise ValueError(text)
     return found.groups()
@@ -96,6 +98,11 @@ def within(low, high, number):
 def seconds(text):
     """a whole number of seconds from 1 to 604800"""
     return within(1, 604800, int(*matched("([0-9]{1,9})", text)))
+
+
+def count(text):
+    """a whole number from 0 to 1000000"""
+    return within(0, 1000000, int(*matched("([0-9]{1,9})", text)))
 
 
 def days(text):
@@ -140,10 +147,82 @@ def level(text):
     return matched("(DEBUG|INFO|WARNING|ERROR)", text)[0].upper()
 
 
-def setting(default, parse, meaning):
-    """One setting: its default as text (None for a secret), parser and meaning."""
-    facts = {"default": default, "parse": parse, "meaning": meaning}
+def public_url(text):
+    """a URL such as https://hooks.example.com, without query"""
+    return matched(r"(https?://[^\s?#]+?)/*", text)[0] if text else ""
+
+
+def one_secret(text):
+    """a secret that is not empty"""
+    within(1, math.inf, len(text))
+    return text.encode()
+
+
+ID_WORD = r"-|\$(?:\.[^\s.,|]+)+|[A-Za-z0-9-]+"
+
+
+def id_words(text):
+    """ID words (a header, or $.a.path.0 into the JSON), separated by commas"""
+    return tuple(matched(f"({ID_WORD})", word.strip())[0] for word in text.split(","))
+
+
+def scheme(text):
+    """a preset's name, or three words: HEADER TEMPLATE ID"""
+    return text
+
+
+def setting(default, parse, meaning, name=None):
+    """One setting: its default as text (None for a secret), parser and meaning.
+
+    Its environment variable is the field's name in capitals, or `name`.
+    """
+    facts = {"default": default, "parse": parse, "meaning": meaning, "name": name}
     return dataclasses.field(repr=default is not None, metadata=facts)
+
+
+def settings_of(cls, fonte="<FONTE>"):
+    """(field, environment variable, facts) of each setting in a settings class."""
+    for field in dataclasses.fields(cls):
+        if field.metadata:
+            name = field.metadata["name"] or field.name.upper()
+            yield field.name, name.format(fonte), field.metadata
+
+
+def read_settings(cls, environ, fonte=""):
+    """{field: value} for a settings class. StartError with status 2 says what is wrong.
+
+    `NAME=` means the default, as it does in environment files; but not for a secret,
+    which would let everybody in when it is empty by mistake.
+    """
+    values = {}
+    for field, name, facts in settings_of(cls, fonte):
+        is_secret = facts["default"] is None
+        text = environ.get(name)
+        if not is_secret:
+            text = text or facts["default"]
+        try:
+            values[field] = facts["parse"](text) if text is not None else None
+        except ValueError:
+            shown = re.sub("[^,]+", "***", text) if is_secret else text
+            takes = facts["parse"].__doc__
+            raise StartError(f"{name}={shown!r}: it takes {takes}", 2) from None
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceSettings:
+    """What is set for a sender that signs, under the name in its path in capitals."""
+
+    secret: bytes = setting(
+        None, one_secret, "makes /webhook/<fonte> a source: it signs", "SECRET_{}"
+    )
+    secret_old: bytes = setting(
+        None, one_secret, "a second secret, while rotating", "SECRET_{}_OLD"
+    )
+    sign: str = setting("", scheme, "how it signs", "SIGN_{}")
+    tolerance: int = setting(
+        "300", count, "seconds a timestamp may be off; 0 is off", "TOLERANCE_{}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,37 +252,45 @@ class Settings:
     request_timeout: int = setting(
         "120", seconds, "seconds from a request's first byte to its last"
     )
+    public_url: str = setting(
+        "", public_url, "where senders reach this, for schemes that sign the URL"
+    )
+    verify_token: bytes = setting(
+        None,
+        one_secret,
+        "answers Meta's GET hub.challenge, where this is its verify token",
+    )
+    dedupe: tuple = setting(
+        "-", id_words, "where the event id of a plain webhook lives, for duplicates"
+    )
+    dedupe_days: float = setting("7", days, "days an event id is remembered")
+    rate_limit: int = setting(
+        "0", count, "webhooks a second from one address, 0 for no limit"
+    )
     trusted_proxy: tuple = setting(
         "", networks, "proxies whose X-Forwarded-For is believed"
     )
     log_level: str = setting("INFO", level, "how much is logged, on standard error")
 
+    sources: tuple = ()  # pairs of a source's name and its SourceSettings
+
     @classmethod
     def read(cls, environ):
-        """Settings from a mapping such as os.environ. StartError says what is wrong.
-
-        `NAME=` means the default, as it does in environment files; but not for a
-        secret, which would let everybody in when it is empty by mistake.
-        """
+        """Settings from a mapping such as os.environ. StartError says what is wrong."""
         if not environ.get("TOKEN"):
             token = secrets.token_urlsafe(32)
             raise StartError(
                 f"TOKEN is missing. Try: TOKEN={token} python buffer.py", 2
             )
-        values = {}
-        for field in dataclasses.fields(cls):
-            name, facts = field.name.upper(), field.metadata
-            secret = facts["default"] is None
-            text = (
-                environ.get(name) if secret else environ.get(name) or facts["default"]
-            )
-            try:
-                values[field.name] = () if text is None else facts["parse"](text)
-            except ValueError:
-                shown = re.sub("[^,]+", "***", text) if secret else text
-                takes = facts["parse"].__doc__
-                raise StartError(f"{name}={shown!r}: it takes {takes}", 2) from None
-        return cls(**values)
+        sources = {}
+        for name in sorted(environ):
+            found = re.fullmatch("(?:SECRET|SIGN|TOLERANCE)_(.+?)(?:_OLD)?", name)
+            if found and f"SECRET_{found[1]}" not in environ:
+                raise StartError(f"{name} is set, but not SECRET_{found[1]}", 2)
+            if found:
+                values = read_settings(SourceSettings, environ, found[1])
+                sources[found[1]] = SourceSettings(**values)
+        return cls(**read_settings(cls, environ), sources=tuple(sources.items()))
 
 
 # The store
@@ -240,6 +327,16 @@ NEW_COLUMNS = {
 # payloads weigh; a message that is not due has available_at and stands elsewhere in it.
 # The other two cost a sender nothing. Statements name their index: without statistics
 # SQLite would take fila_queue(status=?) for everything and sort a million rows.
+# Ids must outlive their message, so they stand by themselves, oldest first.
+EVENTS = """
+CREATE TABLE IF NOT EXISTS eventos (
+    id       INTEGER PRIMARY KEY,
+    source   TEXT NOT NULL,
+    event_id TEXT NOT NULL,
+    seen_at  TEXT NOT NULL,
+    UNIQUE (source, event_id)
+)"""
+
 INDEXES = """
 DROP INDEX IF EXISTS idx_fila_status;
 CREATE INDEX IF NOT EXISTS fila_queue ON fila(status, available_at, id, size);
@@ -266,10 +363,19 @@ UPDATE fila INDEXED BY fila_settled
    AND settled_at IS NULL""",
 )
 
+EVENTO = """
+INSERT INTO eventos (source, event_id, seen_at)
+VALUES (coalesce(:source, ''), :event_id, :now)
+    ON CONFLICT DO NOTHING
+RETURNING id"""
+
 WEBHOOK = """
-INSERT INTO fila (payload, created_at, size, method, path, query, headers)
-VALUES (:payload, :now, :size, :method, :path, :query, :headers)"""
-NOTHING_KEPT = dict.fromkeys(("method", "path", "query", "headers"))
+INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
+                  headers)
+VALUES (:payload, :now, :size, :source, :event_id, :method, :path, :query, :headers)"""
+NOTHING_KEPT = dict.fromkeys(
+    ("source", "event_id", "method", "path", "query", "headers")
+)
 
 LEASE_ENDED = """
 UPDATE fila INDEXED BY fila_lease
@@ -331,6 +437,15 @@ DELETE FROM fila
                  AND settled_at < :before
                ORDER BY settled_at
                LIMIT :limit)
+RETURNING id"""
+
+FORGET = """
+DELETE FROM eventos
+ WHERE id IN (SELECT id
+                FROM eventos
+               ORDER BY id
+               LIMIT :limit)
+   AND seen_at < :before
 RETURNING id"""
 
 SHIFT = """
@@ -406,6 +521,7 @@ class Store:
         self._run("PRAGMA journal_size_limit = 16777216")
         with self.transaction() as now:
             self._run(TABLE)
+            self._run(EVENTS)
             columns = {row["name"] for row in self._run("PRAGMA table_info(fila)")}
             for name, kind in NEW_COLUMNS.items():
                 if name not in columns:
@@ -461,11 +577,15 @@ class Store:
     def webhook(self, payload, size, **kept):
         """Keeps one message of `size` bytes: str, or bytes where it is not UTF-8.
 
-        `kept` are texts: method, path, and query and headers as JSON objects.
+        `kept` are texts: source, event_id, method, path, and query and headers as JSON
+        objects. False, and nothing is kept, when this source's event is known already.
         """
         with self.transaction() as now:
-            values = {**NOTHING_KEPT, **kept, "payload": payload, "size": size}
-            self._run(WEBHOOK, now=now, **values)
+            values = {**NOTHING_KEPT, **kept, "now": now}
+            if values["event_id"] and not self._run(EVENTO, **values):
+                return False
+            self._run(WEBHOOK, payload=payload, size=size, **values)
+            return True
 
     def pegar(self, limit, lease, max_bytes):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -515,6 +635,12 @@ class Store:
             before = utc(self.clock() - days * 86400)
             return len(self._run(PURGE, before=before, limit=limit))
 
+    def forget(self, days, limit):
+        """Forgets event ids seen over `days` ago, of the `limit` oldest; how many."""
+        with self.transaction():
+            before = utc(self.clock() - days * 86400)
+            return len(self._run(FORGET, before=before, limit=limit))
+
     def shrink(self, pages):
         """Gives up to `pages` free pages back to the disk; whether more may follow."""
         with self._lock:
@@ -541,6 +667,228 @@ class Store:
             self._db.close()
 
 
+# Signatures
+
+# Preset, then HEADER TEMPLATE ID as SIGN_<FONTE> takes them; from the documentation that
+# each provider publishes of its webhooks. README says where the secrets are found.
+PRESETS = """
+generic          X-Signature {body} $.id
+github           X-Hub-Signature-256 {body} X-GitHub-Delivery
+meta             X-Hub-Signature-256 {body} -
+stripe           Stripe-Signature {t}.{body} $.id
+standardwebhooks webhook-signature {h:webhook-id}.{t:webhook-timestamp}.{body} webhook-id
+svix             svix-signature {h:svix-id}.{t:svix-timestamp}.{body} svix-id
+slack            X-Slack-Signature v0:{t:X-Slack-Request-Timestamp}:{body} $.event_id
+shopify          X-Shopify-Hmac-Sha256 {body} X-Shopify-Webhook-Id
+woocommerce      X-WC-Webhook-Signature {body} X-WC-Webhook-Delivery-ID
+mercadopago      x-signature [id:{q:data.id:lower};][request-id:{h:x-request-id};]ts:{t}; $.id
+twilio           X-Twilio-Signature sha1:{url}{form} I-Twilio-Idempotency-Token
+telegram         X-Telegram-Bot-Api-Secret-Token - $.update_id
+gitlab           X-Gitlab-Token - Idempotency-Key
+asaas            asaas-access-token - $.id
+hotmart          X-Hotmart-Hottok - $.id
+chatwoot         X-Chatwoot-Signature {t:X-Chatwoot-Timestamp}.{body} X-Chatwoot-Delivery
+typeform         Typeform-Signature {body} $.event_id
+paddle           Paddle-Signature {t}:{body} $.event_id
+calendly         Calendly-Webhook-Signature {t}.{body} -
+square           x-square-hmacsha256-signature {url}{body} $.event_id
+hubspot          X-HubSpot-Signature-v3 {method}{url}{body}{t:X-HubSpot-Request-Timestamp} $.0.eventId
+zoom             x-zm-signature v0:{t:x-zm-request-timestamp}:{body} -
+razorpay         X-Razorpay-Signature {body} X-Razorpay-Event-Id
+linear           Linear-Signature {body} Linear-Delivery
+notion           X-Notion-Signature {body} $.id
+"""
+PRESETS = dict(line.split(maxsplit=1) for line in PRESETS.strip().splitlines())
+
+FIELD = re.compile(
+    r"\{(body|t|t:[\w-]+|h:[\w-]+|q:[\w.-]+?(?::lower)?|url|method|form)\}", re.ASCII
+)
+PART = re.compile(r"\[([^][]+)\]|([^][]+)")  # what may be missing, and what may not
+MAC = re.compile("[A-Za-z0-9+/]{26,}={0,2}")  # hex or base64; no label is so long
+
+
+class BadSignature(Exception):
+    """Its text is the reason that is counted: assinatura, relogio or token."""
+
+
+class Source:
+    """A sender that signs.
+
+    Of a request it needs method, target (path and query as they came), query,
+    header(name), and raw, the bytes of the body as they came.
+    """
+
+    def __init__(self, name, settings, public_url):
+        """`settings` is a SourceSettings; StartError when it makes no sense."""
+        self.name = name.lower().replace("_", "-")
+        self.public_url, self.tolerance = public_url, settings.tolerance
+        self.secrets = [settings.secret, settings.secret_old or settings.secret]
+        self.keys = {key for secret in self.secrets for key in keys_of(secret)}
+        self.preset = settings.sign or (
+            self.name if self.name in PRESETS else "generic"
+        )
+        words = PRESETS.get(self.preset, self.preset).split()
+        try:
+            self.header, template, self.id_word = words
+            matched(r"\??[\w.-]+", self.header)
+            matched(ID_WORD, self.id_word)
+            self.templates = [compiled(part) for part in template.split("||")]
+        except ValueError as error:
+            known = ", ".join(PRESETS)
+            raise StartError(
+                f"SIGN_{name}={settings.sign!r}: {error}. It takes three words, HEADER "
+                f"TEMPLATE ID, or one of {known}",
+                2,
+            ) from None
+        if "{url}" in template and not public_url:
+            raise StartError(f"SIGN_{name} signs the URL, so PUBLIC_URL is needed", 2)
+        if template == "-":
+            self.templates = []
+
+    def verify(self, request, now):
+        """BadSignature unless the request is genuine; `now` in seconds."""
+        given = self.given(request)
+        if not self.templates:
+            token = given.encode("latin-1", "replace")
+            if sum(hmac.compare_digest(token, secret) for secret in self.secrets) == 0:
+                raise BadSignature("token")
+        elif not self.signed(request, given, now):
+            raise BadSignature("assinatura")
+
+    def given(self, request):
+        """The signature or token as it came, as text."""
+        if self.header.startswith("?"):
+            return request.query.get(self.header[1:], [""])[0]
+        return request.header(self.header) or ""
+
+    def signed(self, request, given, now):
+        """Whether one of the MACs given is right; BadSignature when it is too old."""
+        macs = MAC.findall(given)
+        for algorithm, parts in self.templates if macs else ():
+            stamps = []
+            message = self.message(parts, request, given, stamps)
+            if message is not None and self.fits(algorithm, message, macs):
+                if not all(self.fresh(int(stamp), now) for stamp in stamps):
+                    raise BadSignature("relogio")
+                return True
+        return False
+
+    def fits(self, algorithm, message, macs):
+        good = 0
+        for key in self.keys:
+            mac = hmac.digest(key, message, algorithm)
+            for form in (mac.hex(), base64.b64encode(mac).decode()):
+                good += sum(hmac.compare_digest(given, form) for given in macs)
+        return good > 0
+
+    def fresh(self, stamp, now):
+        seconds = stamp / 1000 if stamp > 1e11 else stamp
+        return self.tolerance == 0 or abs(now - seconds) <= self.tolerance
+
+    def message(self, parts, request, given, stamps):
+        """What was signed, as bytes; None when something is missing. Times of it go
+        to `stamps`."""
+        message = b""
+        for optional, pieces in parts:
+            values = [
+                self.value(piece, request, given, stamps) if is_field else piece
+                for is_field, piece in pieces
+            ]
+            if None not in values:
+                message += b"".join(values)
+            elif not optional:
+                return None
+        return message
+
+    def value(self, field, request, given, stamps):
+        """A field of a template, as bytes, or None."""
+        kind, _, name = field.partition(":")
+        if kind == "t":
+            text = request.header(name) if name else given
+            found = re.search(
+                "^([0-9]{1,15})$" if name else r"\bts?=([0-9]{1,15})(?![0-9])",
+                text or "",
+            )
+            stamps.extend(found.groups() if found else ())
+            return found and found[1].encode()
+        if kind == "h":
+            text = request.header(name)
+            return text.encode("latin-1") if text else None
+        if kind == "q":
+            name, lower, _ = name.partition(":lower")
+            text = request.query.get(name, [""])[0]
+            return (text.lower() if lower else text).encode() or None
+        if kind == "form":
+            return signed_form(request)
+        if kind == "body":
+            return request.raw
+        text = request.method if kind == "method" else self.public_url + request.target
+        return text.encode("latin-1")
+
+
+def keys_of(secret):
+    """Stripe's key is the text whsec_..., Standard Webhooks' the base64 in it."""
+    yield secret
+    if secret.startswith(b"whsec_"):
+        with contextlib.suppress(ValueError):
+            yield base64.b64decode(secret[len(b"whsec_") :], validate=True)
+
+
+def compiled(template):
+    """'sha1:a{t}[b]' -> ("sha1", ((optional, ((is field, piece), ...)), ...))."""
+    algorithm = "sha1" if template.startswith("sha1:") else "sha256"
+    text = template.removeprefix("sha1:")
+    if PART.sub("", text) or not text:
+        raise ValueError(f"{template!r} cannot be read")
+    parts = []
+    for optional, required in PART.findall(text):
+        split = FIELD.split(optional or required)  # literals at even places
+        if any("{" in piece or "}" in piece for piece in split[::2]):
+            raise ValueError(f"{optional or required!r} cannot be read")
+        pieces = [
+            (n % 2, piece if n % 2 else piece.encode()) for n, piece in enumerate(split)
+        ]
+        parts.append((bool(optional), pieces))
+    return algorithm, parts
+
+
+def signed_form(request):
+    """Twilio's: keys and values, sorted; for other bodies a hash stands in the URL."""
+    digest = request.query.get("bodySHA256", [""])[0].encode()
+    if digest:
+        found = hashlib.sha256(request.raw).hexdigest().encode()
+        return b"" if hmac.compare_digest(digest, found) else None
+    options = {"keep_blank_values": True, "max_num_fields": 10000}
+    try:
+        pairs = urllib.parse.parse_qsl(request.raw.decode(), **options)
+    except ValueError:
+        return None
+    return "".join(key + value for key, value in sorted(set(pairs))).encode()
+
+
+def find_id(words, request):
+    """The id that ID words lead to, joined by commas; None when a part is absent."""
+    found = [find_word(word, request) for word in words]
+    text = ",".join(found) if all(found) else ""
+    text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate
+    return text if 0 < len(text) <= 500 else None  # a longer one identifies nothing
+
+
+def find_word(word, request):
+    """A header's value, or a string or whole number in the JSON, as text; or None."""
+    if not word.startswith("$"):
+        return request.header(word)
+    value = request.json
+    for step in word.split(".")[1:]:
+        try:
+            value = value[int(step) if isinstance(value, list) else step]
+        except (LookupError, TypeError, ValueError):
+            return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else None
+
+
 # The web application
 
 
@@ -565,10 +913,11 @@ class Reply:
 
 
 class Refusal(Exception):
-    """An answer that can be raised: one line of text."""
+    """An answer that can be raised: one line of text. `reason` is what is counted."""
 
-    def __init__(self, code, text, headers=()):
+    def __init__(self, code, text, headers=(), reason=None):
         super().__init__(text)
+        self.reason = reason or text
         kind = "text/plain; charset=utf-8"
         self.reply = Reply(code, f"{text}\n".encode(), kind, headers)
 
@@ -594,6 +943,29 @@ class Repeats:
             log.log(
                 self.how, f"{text} (number %d, %d new)", *values, total, total - before
             )
+
+
+class Buckets:
+    """Token buckets by client address; of 100,000 addresses the longest silent goes."""
+
+    SIZE = 100_000
+
+    def __init__(self, rate, burst, clock=time.monotonic):
+        self.rate, self.burst, self.clock = rate, burst, clock  # per second, at once
+        self._levels = collections.OrderedDict()  # address: (tokens, when)
+        self._lock = threading.Lock()
+
+    def take(self, address):
+        """Takes a token if there is one. Seconds until there is, 0 when it was had."""
+        with self._lock:
+            now = self.clock()
+            level, then = self._levels.pop(address, (self.burst, now))
+            level = min(self.burst, level + (now - then) * self.rate)
+            had = level >= 1
+            self._levels[address] = level - had, now
+            if len(self._levels) > self.SIZE:
+                self._levels.popitem(last=False)
+            return 0 if had else math.ceil((1 - level) / self.rate)
 
 
 # Not the sender's, or not for the consumer: credentials, what belongs to the connection
@@ -625,15 +997,33 @@ class Request:
         if environ.get("QUERY_STRING"):
             self._read_query(environ["QUERY_STRING"])
         self.suffix = ""  # what a sender appended to the token in the query
+        self.source = None  # the Source that has signed it
 
     def _read_query(self, text):
-        pairs = text.split("&")
+        pairs = text.encode("latin-1").decode("utf-8", "replace").split("&")
         rest = [pair for pair in pairs if not pair.startswith("token=")]
         self.query = urllib.parse.parse_qs("&".join(rest), keep_blank_values=True)
         for pair in pairs:
             if pair.startswith("token="):  # a plus stays one: tokens have no blanks
                 self.query_token = urllib.parse.unquote_to_bytes(pair[len("token=") :])
                 break
+
+    def header(self, name):
+        key = name.upper().replace("-", "_")
+        return self.environ.get(
+            "CONTENT_TYPE" if key == "CONTENT_TYPE" else f"HTTP_{key}"
+        )
+
+    @property
+    def target(self):
+        """Path and query as they came; servers name it differently, PEP 3333 not."""
+        uri = self.environ.get("REQUEST_URI") or self.environ.get("RAW_URI")
+        if uri:
+            return re.sub("^[a-z]+://[^/?]*", "", uri)
+        path = self.environ.get("SCRIPT_NAME", "") + self.environ.get("PATH_INFO", "")
+        query = self.environ.get("QUERY_STRING")
+        quoted = urllib.parse.quote(path, "/;=,:@!$&'()*+~", "latin-1")
+        return f"{quoted}?{query}" if query else quoted
 
     def header_token(self):
         """From X-Token, or Authorization: Bearer (RFC 6750), as bytes; or None."""
@@ -650,8 +1040,9 @@ class Request:
             return int(text)
         return default
 
-    def body(self, limit):
-        """The body as bytes. Refusal 413 over `limit`, 400 when it is not all there."""
+    def read(self, limit):
+        """The body as it came, in bytes, once: then it is `raw`, and without its
+        Content-Encoding `content`. Refusal 413 over `limit`, 400 when it breaks off."""
         stream = self.environ["wsgi.input"]
         text = self.environ.get("CONTENT_LENGTH") or "0"
         if not re.fullmatch("[0-9]{1,18}", text):
@@ -667,12 +1058,39 @@ class Request:
             raise Refusal(413, "payload grande demais")
         if len(body) < length:
             raise Refusal(400, "corpo incompleto")
+        self.raw = body
         return body
+
+    def inflate(self, limit):
+        """Sets `content`: the body without its Content-Encoding (RFC 9110 8.4), or as it
+        came when it is not what that says. Refusal 413 over `limit` bytes."""
+        self.content = self.raw
+        coding = (self.header("Content-Encoding") or "").strip().lower()
+        for wbits in CODINGS.get(coding, ()):
+            with contextlib.suppress(zlib.error):
+                size = 0
+                for piece in inflated(self.raw, wbits):
+                    size += len(piece)
+                    if size > limit:
+                        raise Refusal(413, "payload grande demais")
+                self.content = b"".join(inflated(self.raw, wbits))
+                break
+
+    @functools.cached_property
+    def json(self):
+        """The value of a JSON body, or None."""
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(self.content)
 
     def kept_headers(self):
         """The sender's headers as a JSON object."""
         named = {header_name(key): value for key, value in self.environ.items()}
         named.pop(None, None)
+        if self.source and not self.source.templates:  # it holds the secret itself
+            named.pop(self.source.header.lower(), None)
+        if self.content is not self.raw:
+            named.pop("content-encoding")
+            named["content-length"] = str(len(self.content))
         return json.dumps(named, separators=(",", ":"))
 
     def kept_query(self):
@@ -681,6 +1099,24 @@ class Request:
             return None
         pairs = self.query.items()
         return json.dumps({k: v[0] if len(v) == 1 else v for k, v in pairs})
+
+
+CODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (15, -15)}  # zlib's wbits
+
+
+def inflated(raw, wbits):
+    """The pieces of a compressed body, up to 1 MiB each; zlib.error when it is none."""
+    inflater = zlib.decompressobj(wbits)
+    for start in range(0, len(raw), 65536):
+        data = raw[start : start + 65536]
+        while data:
+            if inflater.eof:  # gzip files may follow each other (RFC 1952 2.2)
+                inflater = zlib.decompressobj(wbits)
+            yield inflater.decompress(data, 1 << 20)
+            data = inflater.unconsumed_tail or inflater.unused_data
+    yield inflater.flush()
+    if not inflater.eof:
+        raise zlib.error("cut off")
 
 
 def refuse_constant(name):
@@ -735,6 +1171,8 @@ ANYBODY, SENDER, CONSUMER = "anybody", "sender", "consumer"
 ROUTES = (
     ("/webhook", "POST", "webhook", SENDER),
     ("/webhook/{rest}", "POST", "webhook", SENDER),
+    ("/webhook", "GET", "check_url", ANYBODY),
+    ("/webhook/{rest}", "GET", "check_url", ANYBODY),
     ("/fila/pegar", "POST", "pegar", CONSUMER),
     ("/fila/{id}/processado", "POST", "processado", CONSUMER),
     ("/fila/{id}/erro", "POST", "erro", CONSUMER),
@@ -753,12 +1191,20 @@ class App:
     """Requests to replies, and errors to replies. It knows no SQL and no server."""
 
     OK = Reply.json('{"status":"ok"}')
+    DUPLICATE = Reply.json('{"status":"duplicado"}')
     ROUTES = tuple((pattern(path), *route) for path, *route in ROUTES)
 
     def __init__(self, settings, store):
         self.settings, self.store = settings, store
+        self.sources = {
+            name: Source(name, source, settings.public_url)
+            for name, source in settings.sources
+        }
         self.refused = Repeats(logging.WARNING)
         self.trouble = Repeats(logging.ERROR)
+        self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
+        rate = settings.rate_limit
+        self.webhooks = Buckets(rate, 2 * rate) if rate else None
 
     def __call__(self, environ, start_response):
         """The WSGI application (PEP 3333)."""
@@ -773,8 +1219,7 @@ class App:
                 self.authorize(request, right)
             return handler(request)
         except Refusal as refusal:
-            self.note(refusal.reply, environ)
-            return refusal.reply
+            return self.refuse(refusal, environ)
         except (sqlite3.Error, OSError) as error:
             return self.failed(error)
         except Exception:  # our fault: the sender shall try again, the others go on
@@ -799,12 +1244,19 @@ class App:
     def authorize(self, request, right):
         """Refusal 401 without a token for this; compared as bytes, in constant time.
 
+        For a source its signature is the credential, and a token does not replace it.
+
         Evolution API with "webhook by events" appends the event to the whole URL as
         text: /webhook?token=T/messages-upsert. What follows the token counts as path.
         """
+        if right is SENDER:
+            name = request.params.get("rest", "").lstrip("/").partition("/")[0]
+            request.source = self.sources.get(name.upper().replace("-", "_"))
+            if request.source:
+                return self.verify(request)
         good = self.settings.token
         if right is SENDER:
-            good += self.settings.webhook_token
+            good += self.settings.webhook_token or ()
         given = request.header_token() or request.query_token or b""
         fits = [token for token in good if hmac.compare_digest(given, token)]
         if fits:
@@ -815,26 +1267,68 @@ class App:
                 if hmac.compare_digest(head, token + b"/"):
                     request.suffix = rest.decode("utf-8", "replace")
                     return
-        raise Refusal(401, "não autorizado")
+        raise Refusal(401, "não autorizado", reason="token")
+
+    def verify(self, request):
+        """Refusal 401 unless the request's source has signed it."""
+        source = request.source
+        request.read(self.settings.max_body)
+        if is_first_ping(request):
+            return
+        try:
+            source.verify(request, self.store.clock())
+        except BadSignature as why:
+            reason = f"{why} {source.name}"
+            raise Refusal(401, "não autorizado", reason=reason) from None
 
     def webhook(self, request):
-        body = request.body(self.settings.max_body)
-        if not body:
+        """A plain webhook or a source's; what a provider asks to check the URL first."""
+        self.limit_rate(request)
+        settings, source = self.settings, request.source
+        if not source:
+            request.read(settings.max_body)
+        request.inflate(settings.max_body)
+        answer = handshake(request)
+        if answer:
+            return answer
+        if not request.content:
             raise Refusal(400, "payload inválido")
         try:
-            payload = body.decode()
+            payload = request.content.decode()
         except UnicodeDecodeError:
-            payload = body
-        parts = request.params.get("rest", "").strip("/"), request.suffix.strip("/")
-        self.store.webhook(
+            payload = request.content
+        path = request.params.get("rest", "").strip("/")
+        if source:
+            path = path.partition("/")[2]
+        words = (source.id_word,) if source else settings.dedupe
+        is_new = self.store.webhook(
             payload,
-            len(body),
+            len(request.content),
+            source=source and source.name,
+            event_id=None if "-" in words else find_id(words, request),
             method=request.method,
-            path="/".join(filter(None, parts)) or None,
+            path="/".join(filter(None, (path, request.suffix.strip("/")))) or None,
             query=request.kept_query(),
             headers=request.kept_headers(),
         )
-        return self.OK
+        return self.OK if is_new else self.DUPLICATE
+
+    def limit_rate(self, request):
+        if self.webhooks:
+            wait = self.webhooks.take(self.client(request.environ))
+            if wait:
+                raise too_many(wait, "RATE_LIMIT")
+
+    def check_url(self, request):
+        """Meta checks a URL by GET before it sends; every other GET is refused."""
+        query = {name: values[0] for name, values in request.query.items()}
+        wanted = self.settings.verify_token
+        if not wanted or "hub.challenge" not in query or request.method == "HEAD":
+            raise Refusal(405, "método não permitido", [("Allow", "POST")])
+        given = query.get("hub.verify_token", "").encode()
+        if not hmac.compare_digest(given, wanted):
+            raise Refusal(403, "proibido", reason="VERIFY_TOKEN")
+        return echo(query["hub.challenge"])
 
     def pegar(self, request):
         limit = request.number("limite", 1, 500, default=50)
@@ -848,7 +1342,7 @@ class App:
 
     def erro(self, request):
         """A text body is the reason; its first 2,000 bytes are kept."""
-        body = request.body(self.settings.max_body)[:2000]
+        body = request.read(self.settings.max_body)[:2000]
         reason = body.decode("utf-8", "replace").strip()
         return self.settled("erro", self.store.erro(self.id(request), reason or None))
 
@@ -875,18 +1369,72 @@ class App:
         with self.store.transaction():  # raises when the file cannot be written
             return self.OK
 
-    def note(self, reply, environ):
-        """Counts a refusal by its text and logs it, without payload and token."""
-        reason = reply.body.decode().strip()
+    def client(self, environ):
+        return client_address(environ, self.settings.trusted_proxy)
+
+    def refuse(self, refusal, environ):
+        """The reply to a refusal, which is counted by its reason and logged.
+
+        Whoever shows too many wrong credentials gets 429 for the next wrong ones. The
+        right one is always served: behind a proxy all have the same address.
+        """
+        client = self.client(environ)
+        wait = self.wrong.take(client) if refusal.reply.code == 401 else 0
+        if wait:
+            refusal = too_many(wait, refusal.reason)
         method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")[:80]
-        client = client_address(environ, self.settings.trusted_proxy)
         line = "%d %s: %s %r from %s"
-        self.refused(reason, line, reply.code, reason, method, path, client)
+        code, reason = refusal.reply.code, refusal.reason
+        self.refused(reason, line, code, reason, method, path, client)
+        return refusal.reply
 
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
         self.trouble(str(error), "answering 503, storage trouble: %s", error)
         return UNAVAILABLE
+
+
+def too_many(wait, reason):
+    headers = [("Retry-After", str(wait))]
+    return Refusal(429, "requisições demais", headers, reason=reason)
+
+
+def echo(text):
+    """A provider's challenge: as text that no browser runs, and not just anything."""
+    if not re.fullmatch("[ -~]{1,1024}", text):
+        raise Refusal(400, "desafio inválido")
+    nosniff = [("X-Content-Type-Options", "nosniff")]
+    return Reply(200, text.encode(), "text/plain; charset=utf-8", nosniff)
+
+
+def is_first_ping(request):
+    """WooCommerce's, unsigned, when a webhook is saved: nothing but webhook_id=1."""
+    source = request.source
+    unsigned = source.preset == "woocommerce" and not source.given(request)
+    return unsigned and re.fullmatch(rb"webhook_id=[0-9]+", request.raw)
+
+
+def handshake(request):
+    """The answer to a provider that checks the URL, which is no message; else None.
+
+    Slack: https://api.slack.com/events/url_verification; Zoom: "Validate your webhook
+    endpoint"; Microsoft Graph: "Receive change notifications through webhooks".
+    """
+    preset = request.source and request.source.preset
+    if preset is None and not request.raw and "validationToken" in request.query:
+        return echo(request.query["validationToken"][0])
+    if preset and is_first_ping(request):
+        return App.OK
+    value = request.json if preset in ("slack", "zoom") else None
+    if not isinstance(value, dict):
+        return None
+    if preset == "slack" and value.get("type") == "url_verification":
+        return echo(str(value.get("challenge")))
+    if preset == "zoom" and value.get("event") == "endpoint.url_validation":
+        plain = str(find_word("$.payload.plainToken", request))
+        mac = hmac.digest(request.source.secrets[0], plain.encode(), "sha256").hex()
+        return Reply.json(json.dumps({"plainToken": plain, "encryptedToken": mac}))
+    return None
 
 
 def client_address(environ, trusted):
@@ -923,7 +1471,7 @@ class Housekeeper(threading.Thread):
 
     def __init__(self, settings, store):
         super().__init__(name="housekeeper", daemon=True)
-        self.days, self.store = settings.retention_days, store
+        self.settings, self.store = settings, store
         self.stopped = threading.Event()
         self.trouble = Repeats(logging.ERROR)
         self._due = -math.inf
@@ -936,9 +1484,11 @@ class Housekeeper(threading.Thread):
         """All there is to do, in at most so many bites."""
         try:
             self.store.lease_ended()
-            purge = functools.partial(self.store.purge, self.days, self.ROWS)
+            days, dedupe_days = self.settings.retention_days, self.settings.dedupe_days
+            purge = functools.partial(self.store.purge, days, self.ROWS)
+            forget = functools.partial(self.store.forget, dedupe_days, self.ROWS)
             shrink = functools.partial(self.store.shrink, self.PAGES)
-            for bite in (purge, shrink):
+            for bite in (purge, forget, shrink):
                 while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
                     bites -= 1
             self.store.checkpoint()
@@ -1132,11 +1682,9 @@ class Rounds:
         code = request.error.code
         if code not in PARSER_REFUSALS:
             return UNAVAILABLE
-        reply = Refusal(code, PARSER_REFUSALS[code]).reply
         command = getattr(request, "command", "") or "?"
         peer = {"REQUEST_METHOD": command, "REMOTE_ADDR": channel.addr[0]}
-        self.app.note(reply, peer)
-        return reply
+        return self.app.refuse(Refusal(code, PARSER_REFUSALS[code]), peer)
 
 
 class SteadyClock:
@@ -1329,7 +1877,7 @@ def start_log(settings):
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
     logging.getLogger("waitress").setLevel(logging.ERROR)
-    for token in settings.token + settings.webhook_token:
+    for token in settings.token + (settings.webhook_token or ()):
         if len(token) < 16:
             log.warning("a token is shorter than 16 characters and can be guessed")
 
@@ -1356,9 +1904,9 @@ def application(environ, start_response):
 
 def parse_arguments(argv):
     lines = ["settings, from the environment:"]
-    for field in dataclasses.fields(Settings):
-        facts = field.metadata
-        lines.append(f"  {field.name.upper()}, default {facts['default'] or 'none'}")
+    rows = [*settings_of(Settings), *settings_of(SourceSettings)]
+    for _, name, facts in rows:
+        lines.append(f"  {name}, default {facts['default'] or 'none'}")
         lines.append(f"      {facts['meaning']};")
         lines.append(f"      takes {facts['parse'].__doc__}")
     parser = argparse.ArgumentParser(

@@ -11,8 +11,12 @@ Where the folder ../shared with recorded traffic stands beside this one, more is
 
 import base64
 import contextlib
-import dataclasses
+import datetime
+import gzip
+import hashlib
+import hmac
 import http.client
+import importlib
 import io
 import json
 import logging
@@ -29,9 +33,13 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import unittest
+import urllib.parse
 import wsgiref.util
 import wsgiref.validate
+import zlib
+from random import Random
 from unittest import mock
 
 import buffer
@@ -286,7 +294,7 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual(("", 8080), settings.addr)
         self.assertEqual(32 << 20, settings.max_body)
         self.assertEqual((600, 7, 120), (settings.lease, settings.retention_days, 120))
-        self.assertEqual((), settings.webhook_token)
+        self.assertIsNone(settings.webhook_token)
 
     def test_an_empty_value_means_the_default(self):
         self.assertEqual(32 << 20, self.read(MAX_BODY="").max_body)
@@ -675,6 +683,710 @@ class WebhookTest(Case):
         lines = [line for line in self.log.output if "it happened" in line]
         self.assertEqual(3, len(lines))
         self.assertIn("number 61, 60 new", lines[1])
+
+
+# Signatures
+
+
+def mac(secret, *parts, algorithm="sha256"):
+    message = b"".join(p if isinstance(p, bytes) else p.encode() for p in parts)
+    return hmac.new(secret.encode(), message, algorithm)
+
+
+class SourceCase(Case):
+    """Signed webhooks: `sign` makes the headers for a preset's body."""
+
+    settings = (
+        ("SECRET_GITHUB", "github-secret"),
+        ("SECRET_STRIPE", "whsec_stripe"),
+        ("SECRET_TELEGRAM", "telegram-secret"),
+    )
+
+    def github(self, body, secret="github-secret", **more):
+        signature = "sha256=" + mac(secret, body).hexdigest()
+        return {"HTTP_X_HUB_SIGNATURE_256": signature, **more}
+
+    def stripe(self, body, at=None, secret="whsec_stripe"):
+        at = self.clock.now if at is None else at
+        signature = mac(secret, f"{at}.", body).hexdigest()
+        return {"HTTP_STRIPE_SIGNATURE": f"t={at},v1={signature}"}
+
+    def signed(self, url, body, headers):
+        """The status of a webhook that carries no token."""
+        return self.call("POST", url, body, token=None, **headers)[0]
+
+
+class SourceTest(SourceCase):
+    def test_the_signature_is_the_credential(self):
+        body = b'{"id":1}'
+        url = "/webhook/github/a/b?x=1"
+        self.assertEqual(200, self.signed(url, body, self.github(body)))
+        [item] = self.claim()
+        self.assertEqual(("github", "a/b"), (item["fonte"], item["caminho"]))
+        self.assertEqual({"x": "1"}, item["query"])
+
+    def test_a_token_does_not_replace_it(self):
+        answer = self.call("POST", f"/webhook/github?token={TOKEN}", b"{}")
+        self.assertEqual((401, "não autorizado\n"), answer)
+        self.assertEqual(1, self.app.refused.total["assinatura github"])
+
+    def test_names_may_be_written_in_any_case_and_with_dashes(self):
+        self.open(SECRET_MY_SHOP="s", SIGN_MY_SHOP="github")
+        for name in ("my-shop", "My_Shop", "/MY-SHOP"):
+            headers = self.github(b"{}", "s")
+            self.assertEqual(200, self.signed(f"/webhook/{name}", b"{}", headers))
+        self.assertEqual({"my-shop"}, {item["fonte"] for item in self.claim()})
+
+    def test_what_is_no_source_is_plain_path(self):
+        self.send(url="/webhook/gitlab/x")
+        [item] = self.claim()
+        self.assertEqual("gitlab/x", item["caminho"])
+        self.assertNotIn("fonte", item)
+
+    def test_both_secrets_while_rotating(self):
+        self.open(SECRET_GITHUB="new", SECRET_GITHUB_OLD="old")
+        for secret, status in (("new", 200), ("old", 200), ("other", 401)):
+            headers = self.github(b"{}", secret)
+            self.assertEqual(status, self.signed("/webhook/github", b"{}", headers))
+
+    def test_a_plain_secret_is_not_kept_with_the_message(self):
+        headers = {"HTTP_X_TELEGRAM_BOT_API_SECRET_TOKEN": "telegram-secret"}
+        self.assertEqual(200, self.signed("/webhook/telegram", b"{}", headers))
+        self.assertNotIn("telegram-secret", self.rows()[0]["headers"])
+
+    def test_refusals_are_counted_by_source_and_reason(self):
+        body = b"{}"
+        for url, headers, reason in (
+            ("/webhook/github", {}, "assinatura github"),
+            ("/webhook/github", self.github(b"{ }"), "assinatura github"),
+            ("/webhook/stripe", self.stripe(body, 1), "relogio stripe"),
+            ("/webhook/telegram", {}, "token telegram"),
+        ):
+            before = self.app.refused.total[reason]
+            self.assertEqual(401, self.signed(url, body, headers))
+            self.assertEqual(before + 1, self.app.refused.total[reason], reason)
+
+    def test_only_the_exact_bytes_are_genuine(self):
+        body = b'{"n": 1.0}'
+        for other in (b'{"n":1.0}', b'{"n": 1.0} ', b'{"n": 1}', b""):
+            headers = self.github(body)
+            self.assertEqual(401, self.signed("/webhook/github", other, headers), other)
+
+    def test_a_signature_with_something_missing_or_more_is_refused(self):
+        good = mac("github-secret", b"{}").hexdigest()
+        for text in (
+            *(good[:-1], good + "0", good[:32], "0" * 64, "", "sha256=", "\xe9" * 64),
+            *(
+                good[:-1] + "é",
+                mac("github-secret", b"{}", algorithm="sha1").hexdigest(),
+            ),
+            "A" * 100_000,
+        ):
+            headers = {"HTTP_X_HUB_SIGNATURE_256": text}
+            self.assertEqual(401, self.signed("/webhook/github", b"{}", headers))
+
+    def test_hex_or_base64_under_any_label_and_one_of_several(self):
+        digest = mac("github-secret", b"{}")
+        wrong = "0" * 64
+        for text in (
+            digest.hexdigest(),
+            "v1=" + digest.hexdigest(),
+            base64.b64encode(digest.digest()).decode(),
+            f"v1,{base64.b64encode(b'x' * 32).decode()} v1,"
+            + base64.b64encode(digest.digest()).decode(),
+            f"v1={wrong},v1={digest.hexdigest()},v0={wrong}",
+        ):
+            headers = {"HTTP_X_HUB_SIGNATURE_256": text}
+            self.assertEqual(200, self.signed("/webhook/github", b"{}", headers), text)
+
+    def test_a_timestamp_may_be_off_by_the_tolerance_both_ways(self):
+        for off, status in ((-301, 401), (-300, 200), (300, 200), (301, 401)):
+            headers = self.stripe(b"{}", self.clock.now + off)
+            self.assertEqual(
+                status, self.signed("/webhook/stripe", b"{}", headers), off
+            )
+
+    def test_tolerance_can_be_changed_and_switched_off(self):
+        old = self.stripe(b"{}", self.clock.now - 1000)
+        for seconds, status in (("999", 401), ("1000", 200), ("0", 200)):
+            self.open(TOLERANCE_STRIPE=seconds)
+            self.assertEqual(status, self.signed("/webhook/stripe", b"{}", old))
+
+    def test_a_timestamp_in_milliseconds(self):
+        headers = self.stripe(b"{}", self.clock.now * 1000 - 299_000)
+        self.assertEqual(200, self.signed("/webhook/stripe", b"{}", headers))
+        headers = self.stripe(b"{}", self.clock.now * 1000 - 301_000)
+        self.assertEqual(401, self.signed("/webhook/stripe", b"{}", headers))
+
+    def test_digits_by_the_thousand_are_refused(self):
+        headers = self.stripe(b"{}", "9" * 5000)
+        self.assertEqual(401, self.signed("/webhook/stripe", b"{}", headers))
+
+    def test_whsec_is_text_for_stripe_and_base64_for_standard_webhooks(self):
+        key = b"0123456789abcdef"
+        secret = "whsec_" + base64.b64encode(key).decode()
+        self.open(SECRET_STANDARDWEBHOOKS=secret)
+        stamp = str(self.clock.now)
+        message = b"msg_1." + stamp.encode() + b".{}"
+        signature = base64.b64encode(hmac.digest(key, message, "sha256")).decode()
+        headers = {
+            "HTTP_WEBHOOK_ID": "msg_1",
+            "HTTP_WEBHOOK_TIMESTAMP": stamp,
+            "HTTP_WEBHOOK_SIGNATURE": "v1," + signature,
+        }
+        url = "/webhook/standardwebhooks"
+        self.assertEqual(200, self.signed(url, b"{}", headers))
+        self.assertEqual("msg_1", self.claim()[0]["evento"])
+
+    def test_parts_in_brackets_may_be_missing(self):
+        self.open(SECRET_X="s", SIGN_X="Sig [id:{q:id:lower};][r:{h:X-R};]b:{body} -")
+        for query, headers, message in (
+            ("?id=AbC", {"HTTP_X_R": "9"}, "id:abc;r:9;b:{}"),
+            ("", {"HTTP_X_R": "9"}, "r:9;b:{}"),
+            ("?id=", {}, "b:{}"),
+        ):
+            headers["HTTP_SIG"] = mac("s", message).hexdigest()
+            self.assertEqual(200, self.signed(f"/webhook/x{query}", b"{}", headers))
+
+    def test_either_of_two_templates_may_match(self):
+        self.open(SECRET_X="s", SIGN_X="Sig a{body}||sha1:b{body} -")
+        for part, algorithm, status in (
+            ("a", "sha256", 200),
+            ("b", "sha1", 200),
+            ("b", "sha256", 401),
+            ("a", "sha1", 401),
+        ):
+            headers = {
+                "HTTP_SIG": mac("s", part, b"{}", algorithm=algorithm).hexdigest()
+            }
+            self.assertEqual(status, self.signed("/webhook/x", b"{}", headers))
+
+    def test_the_signed_url_is_the_public_one(self):
+        self.open(
+            SECRET_X="s", SIGN_X="Sig {method}{url} -", PUBLIC_URL="https://h.example/"
+        )
+        message = "POSThttps://h.example/webhook/x/a%20b?q=%41"
+        headers = {"HTTP_SIG": mac("s", message).hexdigest()}
+        for more in (
+            {},
+            {"REQUEST_URI": "/webhook/x/a%20b?q=%41"},
+            {"RAW_URI": "http://inside:80/webhook/x/a%20b?q=%41"},
+        ):
+            url = "/webhook/x/a b?q=%41"
+            self.assertEqual(200, self.signed(url, b"{}", {**headers, **more}))
+
+    def test_a_signature_in_the_query(self):
+        self.open(SECRET_X="s", SIGN_X="?sig {body} -", SECRET_Y="y", SIGN_Y="?key - -")
+        good = mac("s", b"{}").hexdigest()
+        self.assertEqual(200, self.signed(f"/webhook/x?sig={good}", b"{}", {}))
+        self.assertEqual(401, self.signed(f"/webhook/x?sig={good[:-1]}", b"{}", {}))
+        self.assertEqual(200, self.signed("/webhook/y?key=y", b"{}", {}))
+        self.assertEqual(401, self.signed("/webhook/y?key=%ff", b"{}", {}))
+
+    def test_a_genuine_empty_body_is_still_no_message(self):
+        self.assertEqual(400, self.signed("/webhook/github", b"", self.github(b"")))
+
+    def test_a_wrong_setting_ends_the_start_and_says_what_is_wrong(self):
+        for settings, reason in (
+            ({"SIGN_X": "githab"}, "three words.*github, meta"),
+            ({"SIGN_X": "H {body}"}, "three words"),
+            ({"SIGN_X": "H {bodi} -"}, r"\{bodi\}"),
+            ({"SIGN_X": "H {body -"}, r"\{body"),
+            ({"SIGN_X": "H a]{body} -"}, "cannot be read"),
+            ({"SIGN_X": "H [a[b]]{body} -"}, "cannot be read"),
+            ({"SIGN_X": "H {body} $.."}, r"\$\.\."),
+            ({"SIGN_X": "Hé {body} -"}, "Hé"),
+            ({"SIGN_X": "square"}, "PUBLIC_URL"),
+            ({"SECRET_X": ""}, "SECRET_X"),
+            ({"SECRET_X_OLD": ""}, "SECRET_X_OLD"),
+            ({"SIGN_Y": "github"}, "SIGN_Y is set, but not SECRET_Y"),
+            ({"SECRET_Y_OLD": "y"}, "SECRET_Y_OLD is set, but not SECRET_Y"),
+            ({"TOLERANCE_X": "soon"}, "TOLERANCE_X"),
+            ({"DEDUPE": "$.a b"}, "DEDUPE"),
+            ({"PUBLIC_URL": "hooks.example"}, "PUBLIC_URL"),
+        ):
+            with self.subTest(settings=settings):
+                with self.assertRaises(buffer.StartError) as caught:
+                    self.open(**{"SECRET_X": "hidden", **settings})
+                self.assertRegex(str(caught.exception), reason)
+                self.assertNotIn("hidden", str(caught.exception))
+                self.assertEqual(2, caught.exception.status)
+
+    def test_every_preset_can_be_read(self):
+        for name in buffer.PRESETS:
+            secret = f"SECRET_{name.upper()}"
+            self.open(**{secret: "s", "PUBLIC_URL": "https://h.example"})
+            self.assertEqual(401, self.signed(f"/webhook/{name}", b"{}", {}), name)
+
+
+@unittest.skipUnless(SHARED.exists(), "no recorded signatures beside this folder")
+class VectorsTest(Case):
+    """Made with the providers' own libraries."""
+
+    SIGN = (("token", "X-Token - $.data.key.id"), ("basic", "Authorization - $.id"))
+
+    def vectors(self):
+        for line in (SHARED / "vectors" / "signatures.jsonl").read_text().splitlines():
+            vector = json.loads(line)
+            url = urllib.parse.urlsplit(vector["url"])
+            name = vector["provider"]
+            settings = {
+                f"SECRET_{name.upper()}": vector["secret"],
+                f"SIGN_{name.upper()}": dict(self.SIGN).get(name, name),
+                f"TOLERANCE_{name.upper()}": str(vector["tolerance"] or 0),
+                "PUBLIC_URL": f"{url.scheme}://{url.netloc}",
+            }
+            self.clock.now = vector["now"]
+            yield vector, url, settings, base64.b64decode(vector["body_base64"])
+
+    def test_each_has_its_verdict_and_event_id_over_http(self):
+        for vector, url, settings, body in self.vectors():
+            if "{url}" in buffer.PRESETS.get(vector["provider"], ""):
+                continue
+            self.store.close()
+            (self.folder / "b.sqlite").unlink()
+            self.open(**settings)
+            headers = {
+                "CONTENT_TYPE"
+                if name == "Content-Type"
+                else "HTTP_" + name.upper().replace("-", "_"): value
+                for name, value in vector["headers"].items()
+            }
+            where = f"/webhook/{vector['provider']}?{url.query}"
+            status, _ = self.call(vector["method"], where, body, token=None, **headers)
+            good = 200 if body else 400
+            self.assertEqual(good if vector["valid"] else 401, status, vector["id"])
+            if status == 200:
+                found = self.rows()[0]["event_id"]
+                self.assertEqual(vector["event_id"], found, vector["id"])
+
+    def test_those_that_sign_their_url_have_their_verdict(self):
+        for vector, url, settings, body in self.vectors():
+            if "{url}" not in buffer.PRESETS.get(vector["provider"], ""):
+                continue
+            self.open(**settings)
+            [source] = self.app.sources.values()
+            request = mock.Mock(raw=body, method=vector["method"])
+            request.target = f"{url.path}?{url.query}" if url.query else url.path
+            request.query = urllib.parse.parse_qs(url.query, keep_blank_values=True)
+            given = {name.lower(): text for name, text in vector["headers"].items()}
+            request.header = lambda name, given=given: given.get(name.lower())
+            try:
+                source.verify(request, self.clock())
+                self.assertTrue(vector["valid"], vector["id"])
+            except buffer.BadSignature:
+                self.assertFalse(vector["valid"], vector["id"])
+
+
+class ProvidersTest(SourceCase):
+    """Signed at test time by the providers' own libraries."""
+
+    def test_stripe(self):
+        stripe = library(self, "stripe")
+        body = '{"id": "evt_1", "object": "event"}'
+        stamp = self.clock.now
+        signature = stripe.WebhookSignature._compute_signature(
+            f"{stamp}.{body}", "whsec_stripe"
+        )
+        headers = {"HTTP_STRIPE_SIGNATURE": f"t={stamp},v1={signature}"}
+        self.assertEqual(200, self.signed("/webhook/stripe", body.encode(), headers))
+
+    def test_standard_webhooks(self):
+        library_ = library(self, "standardwebhooks")
+        secret = "whsec_" + base64.b64encode(b"k" * 24).decode()
+        self.open(SECRET_STANDARDWEBHOOKS=secret)
+        when = datetime.datetime.fromtimestamp(self.clock.now).astimezone()
+        signature = library_.Webhook(secret).sign("msg_1", when, '{"a":1}')
+        headers = {
+            "HTTP_WEBHOOK_ID": "msg_1",
+            "HTTP_WEBHOOK_TIMESTAMP": str(self.clock.now),
+            "HTTP_WEBHOOK_SIGNATURE": signature,
+        }
+        url = "/webhook/standardwebhooks"
+        self.assertEqual(200, self.signed(url, b'{"a":1}', headers))
+
+    def test_slack(self):
+        library(self, "slack_sdk")
+        from slack_sdk.signature import SignatureVerifier
+
+        self.open(SECRET_SLACK="slack-secret")
+        body, stamp = '{"event_id":"Ev1"}', str(self.clock.now)
+        verifier = SignatureVerifier("slack-secret")
+        signature = verifier.generate_signature(timestamp=stamp, body=body)
+        headers = {
+            "HTTP_X_SLACK_REQUEST_TIMESTAMP": stamp,
+            "HTTP_X_SLACK_SIGNATURE": signature,
+        }
+        self.assertEqual(200, self.signed("/webhook/slack", body.encode(), headers))
+        self.assertEqual("Ev1", self.claim()[0]["evento"])
+
+    def test_twilio(self):
+        library(self, "twilio")
+        from twilio.request_validator import RequestValidator
+
+        self.open(SECRET_TWILIO="twilio", PUBLIC_URL="https://h.example")
+        validator = RequestValidator("twilio")
+        url = "/webhook/twilio?a=1&b=%20"
+        form = {
+            "From": "+5511",
+            "Body": "Olá ☕ & tchau",
+            "Empty": "",
+        }
+        signature = validator.compute_signature("https://h.example" + url, form)
+        body = urllib.parse.urlencode(form).encode()
+        headers = {"HTTP_X_TWILIO_SIGNATURE": signature}
+        self.assertEqual(200, self.signed(url, body, headers))
+        self.assertEqual(401, self.signed(url, body + b"&x=1", headers))
+        body = b'{"json": true}'
+        url += "&bodySHA256=" + hashlib.sha256(body).hexdigest()
+        signature = validator.compute_signature("https://h.example" + url, {})
+        headers = {"HTTP_X_TWILIO_SIGNATURE": signature}
+        self.assertEqual(200, self.signed(url, body, headers))
+        self.assertEqual(401, self.signed(url, body + b" ", headers))
+
+
+def library(test, name):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        test.skipTest(f"the provider's library {name} is not installed")
+
+
+class DuplicatesTest(SourceCase):
+    def event(self, id_, url="/webhook/stripe"):
+        body = json.dumps({"id": id_}).encode()
+        return self.call("POST", url, body, token=None, **self.stripe(body))[1].strip()
+
+    KNOWN, NEW = '{"status":"duplicado"}', '{"status":"ok"}'
+
+    def test_the_second_arrival_is_answered_and_not_stored(self):
+        answers = [self.event(id_) for id_ in ("a", "b", "a", "a")]
+        self.assertEqual([self.NEW, self.NEW, self.KNOWN, self.KNOWN], answers)
+        self.assertEqual(["a", "b"], [item["evento"] for item in self.claim()])
+
+    def test_whatever_became_of_the_first(self):
+        self.event("a")
+        self.claim()
+        for verdict in ("erro", "processado"):
+            self.settle(1, verdict)
+            self.assertEqual(self.KNOWN, self.event("a"))
+        self.clock.now += 7 * 86400
+        self.store.purge(0.001, 100)
+        self.assertEqual([], self.rows())
+        self.store.close()
+        self.open()
+        self.assertEqual(self.KNOWN, self.event("a"))
+
+    def test_ids_are_remembered_for_dedupe_days(self):
+        self.event("a")
+        self.clock.now += 7 * 86400
+        housekeeper = buffer.Housekeeper(self.configured, self.store)
+        housekeeper.tidy()
+        self.assertEqual(self.KNOWN, self.event("a"))
+        self.clock.now += 1
+        housekeeper.tidy()
+        self.assertEqual(self.NEW, self.event("a"))
+
+    def test_a_failed_store_does_not_remember(self):
+        good, self.store._db = self.store._db, Faulty(self.store._db, "INTO fila")
+        body = b'{"id":"a"}'
+        self.assertEqual(503, self.signed("/webhook/stripe", body, self.stripe(body)))
+        self.store._db = good
+        self.assertEqual(self.NEW, self.event("a"))
+
+    def test_the_same_id_from_two_sources_is_two_events(self):
+        self.event("a")
+        headers = self.github(b"{}", HTTP_X_GITHUB_DELIVERY="a")
+        self.assertEqual(200, self.signed("/webhook/github", b"{}", headers))
+        self.assertEqual(2, len(self.rows()))
+
+    def test_what_is_an_id(self):
+        for value, expected in (
+            ("text", "text"),
+            (123456, "123456"),
+            (10**30, str(10**30)),
+            ("half \ud800", "half ?"),
+            ("", None),
+            ("x" * 501, None),
+            (None, None),
+            (True, None),
+            (1.5, None),
+            ({}, None),
+        ):
+            self.event(value)
+            [item] = self.claim()
+            self.assertEqual(expected, item.get("evento"))
+
+    def test_a_body_without_an_id_is_never_a_duplicate(self):
+        for body in (b"{}", b"{}", b"[1]", b"not json", b'"id"', b"[" * 9999):
+            headers = self.stripe(body)
+            self.assertEqual(200, self.signed("/webhook/stripe", body, headers))
+        self.assertEqual(6, len(self.rows()))
+
+    def test_plain_webhooks_have_an_id_when_dedupe_says_where(self):
+        self.open(DEDUPE="$.event,$.data.keys.0.id")
+        first = b'{"event":"upsert","data":{"keys":[{"id":"3EB0"}]}}'
+        second = b'{"event":"update","data":{"keys":[{"id":"3EB0"}]}}'
+        missing = b'{"event":"connection"}'
+        for body in (first, first, second, missing, missing):
+            self.assertEqual(200, self.call("POST", "/webhook", body)[0])
+        found = [item.get("evento") for item in self.claim()]
+        self.assertEqual(["upsert,3EB0", "update,3EB0", None, None], found)
+
+    def test_idempotency_key_is_not_assumed(self):
+        for _ in range(2):
+            self.send(HTTP_IDEMPOTENCY_KEY="k")
+        self.open(DEDUPE="Idempotency-Key")
+        for answer in (self.NEW, self.KNOWN):
+            got = self.call("POST", "/webhook", b"{}", HTTP_IDEMPOTENCY_KEY="k")[1]
+            self.assertEqual(answer, got.strip())
+
+
+class DuplicatesInARoundTest(Loop):
+    settings = (("DEDUPE", "Idempotency-Key"),)
+
+    def test_both_in_one_round(self):
+        data = http_post(b"{}", ["Idempotency-Key: k"])
+        clients = [self.client(data) for _ in range(3)]
+        self.turn(3)
+        answers = [self.heard(client).split()[-1] for client in clients]
+        self.assertEqual(1, answers.count(b'{"status":"ok"}'))
+        self.assertEqual(2, answers.count(b'{"status":"duplicado"}'))
+        self.assertEqual(1, len(self.rows()))
+
+
+class HandshakeTest(SourceCase):
+    META = "/webhook/meta?hub.mode=subscribe&hub.challenge=115&hub.verify_token="
+
+    def test_meta(self):
+        self.open(VERIFY_TOKEN="vérify")
+        answer = self.call("GET", self.META + "v%C3%A9rify", token=None)
+        self.assertEqual((200, "115"), answer)
+        self.assertEqual("nosniff", self.answered["X-Content-Type-Options"])
+        self.assertIn("text/plain", self.answered["Content-Type"])
+        for wrong in ("", "x", "%FF"):
+            self.assertEqual(403, self.call("GET", self.META + wrong, token=None)[0])
+
+    def test_a_get_is_405_unless_it_is_a_configured_handshake(self):
+        self.assertEqual(405, self.call("GET", self.META + "x")[0])
+        self.open(VERIFY_TOKEN="x")
+        for method, url in (("GET", "/webhook"), ("HEAD", self.META + "x")):
+            self.assertEqual(405, self.call(method, url)[0])
+            self.assertEqual("POST", self.answered["Allow"])
+
+    def test_a_challenge_is_short_and_printable(self):
+        self.open(VERIFY_TOKEN="x")
+        for challenge in ("", "a%0Ab", "%3Cscript%3E" + "a" * 1024, "%C3%A9"):
+            url = self.META.replace("115", challenge) + "x"
+            self.assertEqual(400, self.call("GET", url)[0], challenge)
+
+    def test_slack(self):
+        self.open(SECRET_SLACK="s")
+        body = b'{"type":"url_verification","challenge":"3eZb"}'
+        stamp = str(self.clock.now)
+        headers = {
+            "HTTP_X_SLACK_REQUEST_TIMESTAMP": stamp,
+            "HTTP_X_SLACK_SIGNATURE": "v0="
+            + mac("s", f"v0:{stamp}:", body).hexdigest(),
+        }
+        answer = self.call("POST", "/webhook/slack", body, token=None, **headers)
+        self.assertEqual((200, "3eZb"), answer)
+        self.assertEqual(401, self.signed("/webhook/slack", body, {}))
+        self.assertEqual([], self.rows())
+
+    def test_zoom(self):
+        self.open(SECRET_ZOOM="z")
+        body = b'{"event":"endpoint.url_validation","payload":{"plainToken":"q9"}}'
+        stamp = str(self.clock.now)
+        headers = {
+            "HTTP_X_ZM_REQUEST_TIMESTAMP": stamp,
+            "HTTP_X_ZM_SIGNATURE": "v0=" + mac("z", f"v0:{stamp}:", body).hexdigest(),
+        }
+        status, text = self.call("POST", "/webhook/zoom", body, token=None, **headers)
+        expected = {"plainToken": "q9", "encryptedToken": mac("z", "q9").hexdigest()}
+        self.assertEqual((200, expected), (status, json.loads(text)))
+        self.assertEqual(401, self.signed("/webhook/zoom", body, {}))
+        self.assertEqual([], self.rows())
+
+    def test_microsoft_graph(self):
+        url = "/webhook/graph?validationToken=Validation%3A+Testing"
+        self.assertEqual((200, "Validation: Testing"), self.call("POST", url))
+        self.assertEqual(401, self.call("POST", url, token=None)[0])
+        self.send(b"{}", url)  # a body is a message
+        self.assertEqual(1, len(self.rows()))
+
+    def test_woocommerce(self):
+        self.open(SECRET_WOOCOMMERCE="w")
+        url = "/webhook/woocommerce"
+        self.assertEqual(200, self.signed(url, b"webhook_id=12", {}))
+        self.assertEqual(401, self.signed(url, b"webhook_id=12&x=1", {}))
+        self.assertEqual(401, self.signed(url, b"{}", {}))
+        self.assertEqual([], self.rows())
+
+    def test_without_its_preset_nothing_is_a_handshake(self):
+        body = b'{"type":"url_verification","challenge":"3eZb"}'
+        self.send(body)
+        self.assertEqual(200, self.signed("/webhook/github", body, self.github(body)))
+        self.assertEqual(2, len(self.rows()))
+
+
+class ContentEncodingTest(SourceCase):
+    def test_it_is_taken_off_after_the_signature_check(self):
+        plain = b'{"id": 1}'
+        raw_deflate = zlib.compressobj(wbits=-15)
+        for coding, body in (
+            ("gzip", gzip.compress(plain)),
+            ("x-gzip", gzip.compress(plain[:5]) + gzip.compress(plain[5:])),
+            ("deflate", zlib.compress(plain)),
+            ("Deflate", raw_deflate.compress(plain) + raw_deflate.flush()),
+        ):
+            headers = self.github(body, HTTP_CONTENT_ENCODING=coding)
+            self.assertEqual(200, self.signed("/webhook/github", body, headers))
+            [item] = self.claim()
+            self.assertEqual({"id": 1}, item["payload"])
+            self.assertNotIn("content-encoding", item["headers"])
+            self.assertEqual("9", item["headers"]["content-length"])
+
+    def test_what_is_not_what_it_says_is_kept_as_it_came(self):
+        for body in (b"{}", gzip.compress(b"{}")[:-1], gzip.compress(b"{}") + b"x"):
+            self.send(body, HTTP_CONTENT_ENCODING="gzip")
+            self.assertEqual("gzip", self.claim()[0]["headers"]["content-encoding"])
+            self.assertEqual(
+                body,
+                bytes(self.rows()[-1]["payload"], "utf-8")
+                if isinstance(self.rows()[-1]["payload"], str)
+                else self.rows()[-1]["payload"],
+            )
+
+    def test_the_limit_is_on_the_inflated_size(self):
+        self.open(MAX_BODY="1000")
+        for size, status in ((1000, 200), (1001, 413)):
+            body = gzip.compress(b"1" * size)
+            answer = self.call("POST", "/webhook", body, HTTP_CONTENT_ENCODING="gzip")
+            self.assertEqual(status, answer[0])
+
+    def test_a_bomb_costs_little_memory(self):
+        bomb = io.BytesIO()
+        with gzip.GzipFile(fileobj=bomb, mode="wb", compresslevel=9) as file:
+            for _ in range(10 * 1024 if "--all" in sys.argv else 256):
+                file.write(bytes(1 << 20))
+        body = bomb.getvalue()
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        answer = self.call("POST", "/webhook", body, HTTP_CONTENT_ENCODING="gzip")
+        self.assertEqual(413, answer[0])
+        self.assertLess(tracemalloc.get_traced_memory()[1], 50 << 20)
+
+
+class LimitsTest(Case):
+    def wrong(self, address="9.9.9.9", **environ):
+        environ["REMOTE_ADDR"] = address
+        return self.call("POST", "/webhook", b"{}", token="wrong", **environ)[0]
+
+    def setUp(self):
+        super().setUp()
+        self.app.wrong.clock = Clock(0)
+
+    def test_after_20_wrong_credentials_further_wrong_ones_get_429(self):
+        self.assertEqual([401] * 20 + [429] * 5, [self.wrong() for _ in range(25)])
+        self.assertGreater(int(self.answered["Retry-After"]), 0)
+        self.app.wrong.clock.now += 60
+        self.assertEqual([401] * 20 + [429], [self.wrong() for _ in range(21)])
+
+    def test_a_right_credential_is_always_served(self):
+        for _ in range(50):
+            self.wrong()
+        self.send(REMOTE_ADDR="9.9.9.9")
+        self.claim()
+
+    def test_addresses_do_not_pay_for_each_other(self):
+        for _ in range(30):
+            self.wrong()
+        self.assertEqual(401, self.wrong("8.8.8.8"))
+
+    def test_behind_a_trusted_proxy_the_address_is_the_senders(self):
+        self.open(TRUSTED_PROXY="127.0.0.1")
+        for _ in range(30):
+            self.wrong("127.0.0.1", HTTP_X_FORWARDED_FOR="1.1.1.1")
+        status = self.wrong("127.0.0.1", HTTP_X_FORWARDED_FOR="2.2.2.2")
+        self.assertEqual(401, status)
+
+    def test_memory_is_bounded(self):
+        buckets = buffer.Buckets(1, 1, Clock(0))
+        buckets.SIZE = 100
+        for number in range(1000):
+            buckets.take(str(number))
+        self.assertEqual(100, len(buckets._levels))
+        self.assertEqual(1, buckets.take("999"))
+        self.assertEqual(0, buckets.take("0"))
+
+    def test_rate_limit_is_per_address_with_a_burst_of_twice(self):
+        self.open(RATE_LIMIT="5")
+        self.app.webhooks.clock = Clock(0)
+
+        def send(address):
+            environ = {"REMOTE_ADDR": address}
+            return self.call("POST", "/webhook", b"{}", **environ)[0]
+
+        self.assertEqual([200] * 10 + [429], [send("1.1.1.1") for _ in range(11)])
+        self.assertEqual("1", self.answered["Retry-After"])
+        self.assertEqual(200, send("2.2.2.2"))
+        self.app.webhooks.clock.now += 1
+        self.assertEqual([200] * 5 + [429], [send("1.1.1.1") for _ in range(6)])
+        self.assertEqual(11 + 5, len(self.claim()))  # consumers are not limited
+
+    def test_without_a_limit_there_is_none(self):
+        for _ in range(100):
+            self.send(REMOTE_ADDR="1.1.1.1")
+
+
+class NeverA500Test(SourceCase):
+    """Random headers and bodies: refused or kept, and never our fault."""
+
+    settings = (
+        *SourceCase.settings,
+        *(("SECRET_SLACK", "s"), ("SECRET_TWILIO", "t"), ("SECRET_MERCADOPAGO", "m")),
+        *(("SECRET_STANDARDWEBHOOKS", "whsec_!"), ("PUBLIC_URL", "https://h.example")),
+    )
+
+    def test_a_seeded_sweep(self):
+        random = Random(4)
+        names = "X-Hub-Signature-256 Stripe-Signature X-Slack-Signature X-Signature"
+        names += " X-Slack-Request-Timestamp X-Twilio-Signature X-Token Authorization"
+        names += " webhook-id webhook-timestamp webhook-signature Content-Encoding"
+        names += " X-Request-Id X-Telegram-Bot-Api-Secret-Token X-Forwarded-For"
+        bits = ["t=", "ts=", "v1=", ",", "=", "sha256=", "gzip", "Bearer ", "9" * 400]
+        bits += [
+            "0" * 64,
+            "\xff",
+            "é".encode().decode("latin-1"),
+            " ",
+            "\t",
+            TOKEN,
+            "-1",
+        ]
+        bodies = [b"{}", b"\xff", b"[" * 2000, b"a=1&b=%ff&&&=", b'{"id":"\\ud800"}']
+        urls = ["", "?bodySHA256=%ff", "?data.id=%80", "?token=%ff/\xff", "/\xff?a&=&%"]
+        for _ in range(2000):
+            headers = {
+                "HTTP_" + name.upper().replace("-", "_"): "".join(
+                    random.choices(bits, k=random.randrange(6))
+                )
+                for name in random.sample(names.split(), 4)
+            }
+            name = random.choice([*self.app.sources, "plain"]).lower()
+            path, _, query = random.choice(urls).partition("?")
+            body = random.choice(bodies)
+            environ = {"REQUEST_METHOD": "POST", "QUERY_STRING": query, **headers}
+            environ.update(
+                {
+                    "PATH_INFO": f"/webhook/{name}{path}",
+                    "CONTENT_LENGTH": str(len(body)),
+                    "wsgi.input": io.BytesIO(body),
+                }
+            )
+            reply = self.app.respond(environ)
+            self.assertIn(reply.code, (200, 400, 401, 429), self.log.output[-1])
 
 
 # Consumers
@@ -1346,6 +2058,12 @@ class StopTest(Loop):
 # Starting and stopping, with real processes
 
 
+def all_settings():
+    for cls in (buffer.Settings, buffer.SourceSettings):
+        for _, name, facts in buffer.settings_of(cls):
+            yield name, facts["default"]
+
+
 def run(*arguments, python=sys.executable, **environ):
     """Runs buffer.py to its end."""
     kept = {k: v for k, v in os.environ.items() if k != "TOKEN"}
@@ -1415,9 +2133,8 @@ class StartTest(unittest.TestCase):
 
     def test_help_shows_every_setting_with_its_default(self):
         text = run("--help").stdout
-        for field in dataclasses.fields(buffer.Settings):
-            default = field.metadata["default"] or "none"
-            self.assertIn(f"{field.name.upper()}, default {default}\n", text)
+        for name, default in all_settings():
+            self.assertIn(f"{name}, default {default or 'none'}\n", text)
 
     def test_version(self):
         self.assertEqual(buffer.__version__ + "\n", run("--version").stdout)
@@ -1521,10 +2238,9 @@ class PapersTest(unittest.TestCase):
         self.readme = (HERE / "README.md").read_text()
 
     def test_every_setting_stands_in_readme_as_it_is(self):
-        for field in dataclasses.fields(buffer.Settings):
-            default = field.metadata["default"]
+        for name, default in all_settings():
             cell = f"`{default}`" if default else ""
-            row = rf"\| `{field.name.upper()}` \| *{re.escape(cell)} *\| \S"
+            row = rf"\| `{name}` \| *{re.escape(cell)} *\| \S"
             self.assertRegex(self.readme, row)
 
     def test_every_route_stands_in_readme(self):
