@@ -39,14 +39,17 @@ if sys.version_info < (3, 10):  # noqa: UP036 - said before an older one stumble
 
 import argparse
 import base64
+import codecs
 import collections
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import hmac
 import http
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -57,6 +60,7 @@ import secrets
 import signal
 import socket
 import sqlite3
+import stat
 import threading
 import time
 import urllib.parse
@@ -341,7 +345,8 @@ INDEXES = """
 DROP INDEX IF EXISTS idx_fila_status;
 CREATE INDEX IF NOT EXISTS fila_queue ON fila(status, available_at, id, size);
 CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until) WHERE status = 'processando';
-CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at) WHERE status = 'processado'
+CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
+ WHERE status = 'processado'
 """
 
 # What the Go program left without lease, size or time of settling; it gave ten minutes.
@@ -354,7 +359,7 @@ UPDATE fila
     """
 UPDATE fila INDEXED BY fila_queue
    SET size = length(CAST(payload AS BLOB))
- WHERE status IN ('pendente', 'processando')
+ WHERE status IN ('pendente', 'processando', 'processado', 'erro')
    AND size IS NULL""",
     """
 UPDATE fila INDEXED BY fila_settled
@@ -369,10 +374,12 @@ VALUES (coalesce(:source, ''), :event_id, :now)
     ON CONFLICT DO NOTHING
 RETURNING id"""
 
+# CAST, because a str of a 32 MB body with one emoji in it would take 128 MB.
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
                   headers)
-VALUES (:payload, :now, :size, :source, :event_id, :method, :path, :query, :headers)"""
+VALUES (CASE WHEN :is_text THEN CAST(:payload AS TEXT) ELSE :payload END,
+        :now, :size, :source, :event_id, :method, :path, :query, :headers)"""
 NOTHING_KEPT = dict.fromkeys(
     ("source", "event_id", "method", "path", "query", "headers")
 )
@@ -429,15 +436,15 @@ RETURNING status"""
 
 STATUS = "SELECT status FROM fila WHERE id = :id"
 
-PURGE = """
-DELETE FROM fila
- WHERE id IN (SELECT id
-                FROM fila INDEXED BY fila_settled
-               WHERE status = 'processado'
-                 AND settled_at < :before
-               ORDER BY settled_at
-               LIMIT :limit)
-RETURNING id"""
+OLD = """
+SELECT id, size
+  FROM fila INDEXED BY fila_settled
+ WHERE status = 'processado'
+   AND settled_at < :before
+ ORDER BY settled_at
+ LIMIT :limit"""
+
+PURGE = "DELETE FROM fila WHERE id IN (SELECT value FROM json_each(:ids)) RETURNING id"
 
 FORGET = """
 DELETE FROM eventos
@@ -458,6 +465,20 @@ UPDATE fila INDEXED BY fila_lease
 def utc(timestamp):
     """Seconds since the epoch as it stands in the file: UTC, YYYY-MM-DD HH:MM:SS."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(timestamp))
+
+
+def fitting(rows, limit, max_bytes):
+    """Ids of up to `limit` rows, as JSON, that have at most so many bytes; at least one.
+
+    A message that does not fit is passed over: it opens the next batch.
+    """
+    ids, total = [], 0
+    for row in rows:
+        size = row["size"] or 0  # whoever inserts by hand gives none
+        if not ids or total + size <= max_bytes:
+            ids.append(row["id"])
+            total += size
+    return json.dumps(ids[:limit])
 
 
 class Store:
@@ -481,21 +502,34 @@ class Store:
                 f"SQLite {found} is too old, 3.35 is needed. A newer Python brings it: "
                 "uv run --python 3.12 buffer.py"
             )
-        self.path, self.clock = path, clock
+        self.path, self.clock = os.path.abspath(path), clock
         self._lock = threading.RLock()
         self._depth = 0  # how many transactions are open inside each other
         try:
-            self._db = self._connect()
-            self._prepare()
+            with self._alone():
+                self._db = self._connect()
+                self._prepare()
         except (sqlite3.Error, OSError) as error:
             raise StartError(f"DB_PATH={path!r} cannot be used: {error}") from error
 
+    @contextlib.contextmanager
+    def _alone(self):
+        """One process at a time: a VACUUM or another journal under a writer loses rows.
+
+        The lock is on the folder, since SQLite has its own on the file.
+        """
+        os.makedirs(os.path.dirname(self.path), mode=0o750, exist_ok=True)
+        folder = os.open(os.path.dirname(self.path), os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
     def _connect(self):
-        folder = os.path.dirname(self.path) or "."
-        if not os.path.isdir(folder):
-            os.makedirs(folder, mode=0o750)
-        # SQLite gives the -wal and -shm files the mode of this one
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        if not os.path.exists(self.path):  # closing an open database frees its locks
+            # SQLite gives the -wal and -shm files the mode of this one
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         options = {"isolation_level": None, "check_same_thread": False}
         db = sqlite3.connect(self.path, timeout=self.BUSY, **options)
         db.row_factory = sqlite3.Row
@@ -561,7 +595,7 @@ class Store:
         with self._lock:
             depth = self._depth
             if depth and not self._db.in_transaction:
-                raise sqlite3.OperationalError("the whole round was rolled back")
+                raise sqlite3.OperationalError("the outer transaction was rolled back")
             self._db.execute(f"SAVEPOINT at{depth}" if depth else "BEGIN IMMEDIATE")
             self._depth += 1
             try:
@@ -574,8 +608,8 @@ class Store:
             finally:
                 self._depth = depth
 
-    def webhook(self, payload, size, **kept):
-        """Keeps one message of `size` bytes: str, or bytes where it is not UTF-8.
+    def webhook(self, payload, is_text=True, **kept):
+        """Keeps one message, in bytes; `is_text` where they are UTF-8.
 
         `kept` are texts: source, event_id, method, path, and query and headers as JSON
         objects. False, and nothing is kept, when this source's event is known already.
@@ -584,7 +618,8 @@ class Store:
             values = {**NOTHING_KEPT, **kept, "now": now}
             if values["event_id"] and not self._run(EVENTO, **values):
                 return False
-            self._run(WEBHOOK, payload=payload, size=size, **values)
+            values.update(payload=payload, is_text=is_text, size=len(payload))
+            self._run(WEBHOOK, **values)
             return True
 
     def pegar(self, limit, lease, max_bytes):
@@ -595,13 +630,8 @@ class Store:
         """
         with self.transaction() as now:
             self.lease_ended()
-            ids, total = [], 0
-            for row in self._run(DUE, limit=2 * limit):
-                if not ids or total + row["size"] <= max_bytes:
-                    ids.append(row["id"])
-                    total += row["size"]
-            ids = json.dumps(ids[:limit])
-            until = utc(self.clock() + lease)
+            ids = fitting(self._run(DUE, limit=2 * limit), limit, max_bytes)
+            until = utc(math.ceil(self.clock() + lease))
             rows = self._run(PEGAR, ids=ids, now=now, until=until)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
 
@@ -624,16 +654,25 @@ class Store:
             rows = changed or self._run(STATUS, id=id_)
             return rows[0]["status"] if rows else None
 
+    def probe(self):
+        """Writes a little, to learn whether the file and its disk take it."""
+        with self.transaction():
+            self._run(f"PRAGMA user_version = {self.VERSION}")
+
     def shift(self, step):
         """Moves running leases along when the clock was set `step` seconds forward."""
         with self.transaction():
             self._run(SHIFT, step=f"{step:+.0f} seconds")
 
     def purge(self, days, limit):
-        """Deletes up to `limit` messages settled over `days` ago; how many it did."""
+        """Deletes up to `limit` messages settled over `days` ago; how many it did.
+
+        They have at most 4 MiB together, since secure_delete writes over all of it.
+        """
         with self.transaction():
             before = utc(self.clock() - days * 86400)
-            return len(self._run(PURGE, before=before, limit=limit))
+            ids = fitting(self._run(OLD, before=before, limit=limit), limit, 4 << 20)
+            return len(self._run(PURGE, ids=ids))
 
     def forget(self, days, limit):
         """Forgets event ids seen over `days` ago, of the `limit` oldest; how many."""
@@ -904,8 +943,8 @@ class Reply:
         self.headers = (("Content-Type", kind), ("Content-Length", length), *headers)
 
     @classmethod
-    def json(cls, text):
-        return cls(200, f"{text}\n".encode(), "application/json")
+    def json(cls, body):
+        return cls(200, body + b"\n", "application/json")
 
     def wsgi(self, environ, start_response):
         start_response(self.status, list(self.headers))
@@ -1003,6 +1042,7 @@ class Request:
         pairs = text.encode("latin-1").decode("utf-8", "replace").split("&")
         rest = [pair for pair in pairs if not pair.startswith("token=")]
         self.query = urllib.parse.parse_qs("&".join(rest), keep_blank_values=True)
+        self.query.pop("token", None)  # written %74oken
         for pair in pairs:
             if pair.startswith("token="):  # a plus stays one: tokens have no blanks
                 self.query_token = urllib.parse.unquote_to_bytes(pair[len("token=") :])
@@ -1043,17 +1083,21 @@ class Request:
     def read(self, limit):
         """The body as it came, in bytes, once: then it is `raw`, and without its
         Content-Encoding `content`. Refusal 413 over `limit`, 400 when it breaks off."""
-        stream = self.environ["wsgi.input"]
+        stream, ended = self.environ["wsgi.input"], "wsgi.input_terminated"
+        if "HTTP_TRANSFER_ENCODING" in self.environ and not self.environ.get(ended):
+            raise Refusal(
+                411, "falta Content-Length"
+            )  # where this body ends is unknown
         text = self.environ.get("CONTENT_LENGTH") or "0"
         if not re.fullmatch("[0-9]{1,18}", text):
             raise Refusal(400, "Content-Length inválido")
         length = int(text)
         if length > limit:
             raise Refusal(413, "payload grande demais")
-        if self.environ.get("wsgi.input_terminated"):  # the server knows where it ends
-            body = stream.read(limit + 1)
-        else:
-            body = stream.read(length)
+        try:
+            body = stream.read(limit + 1 if self.environ.get(ended) else length)
+        except OSError:  # some servers raise when the client is gone
+            body = b""
         if len(body) > limit:
             raise Refusal(413, "payload grande demais")
         if len(body) < length:
@@ -1098,7 +1142,8 @@ class Request:
         if not self.query:
             return None
         pairs = self.query.items()
-        return json.dumps({k: v[0] if len(v) == 1 else v for k, v in pairs})
+        flat = {k: v[0] if len(v) == 1 else v for k, v in pairs}
+        return json.dumps(flat, separators=(",", ":"))
 
 
 CODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (15, -15)}  # zlib's wbits
@@ -1123,46 +1168,66 @@ def refuse_constant(name):
     raise ValueError(name)
 
 
+def is_utf8(body):
+    if body.isascii():
+        return True
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(body), 65536):  # a str of it all can be four times it
+            decoder.decode(body[start : start + 65536])
+        decoder.decode(b"", final=True)
+        return True
+    except UnicodeDecodeError:
+        return False
+
+
+def depth(body):
+    """How deep the brackets of a JSON text are nested."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return 0
+    bare = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
+    steps = ({91: 1, 123: 1, 93: -1, 125: -1}.get(byte, 0) for byte in bare)
+    return max(itertools.accumulate(steps))
+
+
+MAX_DEPTH = 500  # Python's own reader gives up at about 1,000, or at its stack's end
+
+
 def payload_json(body):
-    """(JSON text, whether it is base64) for a payload.
+    """(JSON text in bytes, whether it is base64) for a payload.
 
     JSON goes out as it came, never written anew. What an ordinary reader would choke on
-    (NaN, 1,000 brackets deep, 4,300 digits in a row) goes out as a string: one such
+    (NaN, brackets 500 deep, 4,300 digits in a row) goes out as a string: one such
     message would make the whole batch unreadable.
     """
+    if not is_utf8(body):
+        return b'"%s"' % base64.b64encode(body), True
     try:
-        text = body.decode()
-        json.loads(text, parse_constant=refuse_constant)
-        return text, False
-    except UnicodeDecodeError:
-        return json.dumps(base64.b64encode(body).decode()), True
-    except (ValueError, RecursionError):
-        return json.dumps(text), False
+        if depth(body) <= MAX_DEPTH:
+            json.loads(body.decode(), parse_constant=refuse_constant)
+            return body, False
+    except ValueError:
+        pass
+    return json.dumps(body.decode()).encode(), False
 
 
 def item_json(row):
-    """A row as an item, in JSON text; keys without a value are left out."""
+    """A row as an item: JSON in bytes; keys without a value are left out."""
     payload, is_base64 = payload_json(row["body"])
     created = row["created_at"]
     strings = {
         "codificacao": "base64" if is_base64 else None,
-        "recebido_em": created and created.replace(" ", "T") + "Z",
+        "tentativa": row["attempts"],
+        "recebido_em": created and f"{created}Z".replace(" ", "T"),
         "fonte": row["source"],
         "metodo": row["method"],
         "caminho": row["path"],
         "evento": row["event_id"],
     }
-    parts = {
-        "id": str(row["id"]),
-        "payload": payload,
-        "tentativa": str(row["attempts"]),
-        **{key: json.dumps(value) for key, value in strings.items() if value},
-        "headers": row["headers"],
-        "query": row["query"],
-    }
-    return (
-        "{" + ",".join(f'"{key}":{text}' for key, text in parts.items() if text) + "}"
-    )
+    parts = {key: json.dumps(value) for key, value in strings.items() if value}
+    parts.update(headers=row["headers"], query=row["query"])
+    rest = "".join(f',"{key}":{text}' for key, text in parts.items() if text)
+    return b'{"id":%d,"payload":%s%s}' % (row["id"], payload, rest.encode())
 
 
 ANYBODY, SENDER, CONSUMER = "anybody", "sender", "consumer"
@@ -1190,8 +1255,8 @@ def pattern(path):
 class App:
     """Requests to replies, and errors to replies. It knows no SQL and no server."""
 
-    OK = Reply.json('{"status":"ok"}')
-    DUPLICATE = Reply.json('{"status":"duplicado"}')
+    OK = Reply.json(b'{"status":"ok"}')
+    DUPLICATE = Reply.json(b'{"status":"duplicado"}')
     ROUTES = tuple((pattern(path), *route) for path, *route in ROUTES)
 
     def __init__(self, settings, store):
@@ -1293,17 +1358,13 @@ class App:
             return answer
         if not request.content:
             raise Refusal(400, "payload inválido")
-        try:
-            payload = request.content.decode()
-        except UnicodeDecodeError:
-            payload = request.content
         path = request.params.get("rest", "").strip("/")
         if source:
             path = path.partition("/")[2]
         words = (source.id_word,) if source else settings.dedupe
         is_new = self.store.webhook(
-            payload,
-            len(request.content),
+            request.content,
+            is_utf8(request.content),
             source=source and source.name,
             event_id=None if "-" in words else find_id(words, request),
             method=request.method,
@@ -1333,8 +1394,9 @@ class App:
     def pegar(self, request):
         limit = request.number("limite", 1, 500, default=50)
         settings = self.settings
-        rows = self.store.pegar(limit, settings.lease, settings.max_batch_bytes)
-        return Reply.json(f"[{','.join(map(item_json, rows))}]")
+        with self.store.transaction():  # a batch that cannot be shown is not given out
+            rows = self.store.pegar(limit, settings.lease, settings.max_batch_bytes)
+            return Reply.json(b"[%s]" % b",".join(map(item_json, rows)))
 
     def processado(self, request):
         status = self.store.processado(self.id(request))
@@ -1343,7 +1405,7 @@ class App:
     def erro(self, request):
         """A text body is the reason; its first 2,000 bytes are kept."""
         body = request.read(self.settings.max_body)[:2000]
-        reason = body.decode("utf-8", "replace").strip()
+        reason = body.decode("utf-8", "ignore").strip()
         return self.settled("erro", self.store.erro(self.id(request), reason or None))
 
     def no_such_verdict(self, request):
@@ -1363,11 +1425,11 @@ class App:
             raise Refusal(404, text)
         if status != verdict:
             raise Refusal(409, f"mensagem já está em {status}")
-        return Reply.json(f'{{"status":"{verdict}"}}')
+        return Reply.json(b'{"status":"%s"}' % verdict.encode())
 
     def health(self, request):
-        with self.store.transaction():  # raises when the file cannot be written
-            return self.OK
+        self.store.probe()
+        return self.OK
 
     def client(self, environ):
         return client_address(environ, self.settings.trusted_proxy)
@@ -1382,7 +1444,8 @@ class App:
         wait = self.wrong.take(client) if refusal.reply.code == 401 else 0
         if wait:
             refusal = too_many(wait, refusal.reason)
-        method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")[:80]
+        method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
+        path = path.partition("?")[0][:80]  # a token can stand behind %3F
         line = "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
@@ -1390,7 +1453,7 @@ class App:
 
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
-        self.trouble(str(error), "answering 503, storage trouble: %s", error)
+        self.trouble("storage", "answering 503, storage trouble: %s", error)
         return UNAVAILABLE
 
 
@@ -1433,7 +1496,8 @@ def handshake(request):
     if preset == "zoom" and value.get("event") == "endpoint.url_validation":
         plain = str(find_word("$.payload.plainToken", request))
         mac = hmac.digest(request.source.secrets[0], plain.encode(), "sha256").hex()
-        return Reply.json(json.dumps({"plainToken": plain, "encryptedToken": mac}))
+        answer = {"plainToken": plain, "encryptedToken": mac}
+        return Reply.json(json.dumps(answer).encode())
     return None
 
 
@@ -1441,8 +1505,9 @@ def client_address(environ, trusted):
     """The peer, or the nearest X-Forwarded-For hop that is no trusted proxy."""
     address = environ.get("REMOTE_ADDR", "")
     hops = environ.get("HTTP_X_FORWARDED_FOR", "").split(",") if trusted else []
+    hops = [hop.strip() for hop in hops if hop.strip()]
     while hops and is_trusted(address, trusted):
-        address = hops.pop().strip()
+        address = hops.pop()
     return address[:64]
 
 
@@ -1474,7 +1539,7 @@ class Housekeeper(threading.Thread):
         self.settings, self.store = settings, store
         self.stopped = threading.Event()
         self.trouble = Repeats(logging.ERROR)
-        self._due = -math.inf
+        self._done = -math.inf
 
     def run(self):
         while not self.stopped.wait(self.EVERY):
@@ -1497,8 +1562,8 @@ class Housekeeper(threading.Thread):
 
     def nudge(self, now):
         """A little of it when it is due, for hosts where processes come and go."""
-        if now - self._due >= self.EVERY:
-            self._due = now
+        if now - self._done >= self.EVERY:
+            self._done = now
             self.tidy(bites=5)
 
     def stop(self):
@@ -1517,8 +1582,7 @@ try:
     from waitress.task import Task, WSGITask
     from waitress.utilities import BadRequest
 except ImportError:  # a host that brings its own WSGI server needs none of this room
-    waitress = None
-    HTTPChannel = HTTPRequestParser = Task = object
+    BaseWSGIServer = HTTPChannel = HTTPRequestParser = Task = object
 
 # What the parser, not the application, refuses; anything else is trouble of ours.
 PARSER_REFUSALS = {
@@ -1534,8 +1598,15 @@ class Parser(HTTPRequestParser):
     """waitress's parser with its traps closed; `adj.max_body` limits a body's bytes."""
 
     def parse_header(self, header_plus):
+        line, end, rest = header_plus.partition(b"\r\n")
+        # raw UTF-8 in the path, as curl and PHP send it, would be a final 400
+        line = re.sub(rb"[\x80-\xff]", lambda byte: b"%%%02X" % ord(byte[0]), line)
+        codings = re.findall(rb"(?im)^transfer-encoding:[ \t]*(.*?)[ \t]*\r?$", rest)
+        several = b",".join(codings).count(b",") > 0
+        if b"\0" in line or several or b"" in codings:
+            raise ParsingError("malformed")
         try:
-            super().parse_header(header_plus)
+            super().parse_header(line + end + rest)
         except ValueError:  # a Content-Length of 5,000 digits, a target http://[::1/x
             raise ParsingError("malformed") from None
         if self.version not in ("1.0", "1.1") or not self.command:
@@ -1548,8 +1619,7 @@ class Parser(HTTPRequestParser):
         try:
             consumed = super().received(data)
         except OSError as error:  # big bodies arrive in a temporary file: its disk
-            log.error("answering 503, cannot take in a big body: %s", error)
-            self.refuse(503)
+            self.refuse(503, str(error))
             return len(data)
         body = self.body_rcv
         if body is not None and not self.error:
@@ -1561,8 +1631,8 @@ class Parser(HTTPRequestParser):
             self.expect_continue = False
         return consumed
 
-    def refuse(self, code):
-        self.error, self.completed = BadRequest(""), True
+    def refuse(self, code, text=""):
+        self.error, self.completed = BadRequest(text), True
         self.error.code = code
 
 
@@ -1575,6 +1645,7 @@ class Answer(Task):
         channel, reply = self.channel, self.channel.reply
         self.status, self.response_headers = reply.status, list(reply.headers)
         if self.request.error or channel.server.task_dispatcher.closing:
+            self.request.headers.pop("CONNECTION", None)
             self.response_headers.append(("Connection", "close"))
             self.close_on_finish = True
         channel.lingers = bool(self.request.error)
@@ -1605,6 +1676,8 @@ class Channel(HTTPChannel):
         elif self.draining:
             if now - self.since >= self.LINGER:
                 self.handle_close()
+        elif self.requests:
+            pass  # it waits for us
         elif self.request:
             if now - self.since >= request_timeout:
                 self.request.refuse(408)
@@ -1641,6 +1714,9 @@ class Channel(HTTPChannel):
         self.handle_close()  # urgent data is no HTTP
 
 
+DEPENDING = (200, 404, 409)  # replies that may tell what is in the store
+
+
 class Rounds:
     """waitress's task dispatcher, without threads.
 
@@ -1669,22 +1745,24 @@ class Rounds:
                     channel.reply = self.reply(channel)
         except sqlite3.Error as error:
             failure = self.app.failed(error)
-            for channel in channels:  # a refusal made already depends on no commit
-                if not channel.reply or channel.reply.code < 400:
+            for channel in channels:  # a refusal that needed no store stays one
+                if not channel.reply or channel.reply.code in DEPENDING:
                     channel.reply = failure
         for channel in channels:
             channel.service()
 
     def reply(self, channel):
         request = channel.requests[0]
+        if hasattr(request, "url_scheme"):  # set last when a header is read
+            environ = WSGITask(channel, request).get_environment()
+        else:
+            environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": channel.addr[0]}
         if not request.error:
-            return self.app.respond(WSGITask(channel, request).get_environment())
+            return self.app.respond(environ)
         code = request.error.code
         if code not in PARSER_REFUSALS:
-            return UNAVAILABLE
-        command = getattr(request, "command", "") or "?"
-        peer = {"REQUEST_METHOD": command, "REMOTE_ADDR": channel.addr[0]}
-        return self.app.refuse(Refusal(code, PARSER_REFUSALS[code]), peer)
+            return self.app.failed(request.error.body)
+        return self.app.refuse(Refusal(code, PARSER_REFUSALS[code]), environ)
 
 
 class SteadyClock:
@@ -1742,9 +1820,7 @@ class Server:
             listener.adj.max_body = settings.max_body
             listener.handle_accept = functools.partial(accept_all, listener)
             listener.next_channel_cleanup = math.inf  # Channel.check() does it
-            listener.pull_trigger = lambda: (
-                None
-            )  # a byte per reply to wake who is awake
+            listener.pull_trigger = already_awake
 
     def run(self):
         """Serves until SIGTERM or SIGINT, then finishes what has begun."""
@@ -1787,10 +1863,12 @@ class Server:
         notify("WATCHDOG=1")
         step = round(self.clock.step())
         if step:
-            log.warning("the clock was set by %+d seconds; leases move along", step)
             try:
                 self.app.store.shift(step)
                 self.clock.offset += step
+                log.warning(
+                    "the clock was set by %+d seconds, and leases with it", step
+                )
             except sqlite3.Error as error:
                 self.app.failed(error)
 
@@ -1813,6 +1891,10 @@ class Server:
                     channel.handle_close()
 
 
+def already_awake():
+    """In place of waitress's pull_trigger(), which other threads would need."""
+
+
 def accept_all(listener):
     """All that wait: one a round, as in waitress, lets a burst wait for seconds."""
     before = -1
@@ -1824,8 +1906,9 @@ def accept_all(listener):
 def listen(addr):
     """Listening sockets: those that systemd holds (sd_listen_fds(3)), else `addr`."""
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
-        count = int(os.environ.get("LISTEN_FDS", "0"))
-        return [socket.socket(fileno=3 + n) for n in range(count)]
+        return [
+            socket.socket(fileno=3 + n) for n in range(int(os.environ["LISTEN_FDS"]))
+        ]
     host, port = addr
     try:
         if host == "unix":
@@ -1836,7 +1919,7 @@ def listen(addr):
             return [socket.create_server(addr, family=family, dualstack_ipv6=both)]
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return [socket.create_server(where[:2], family=family)]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise StartError(f"cannot listen on ADDR {host}:{port}: {error}") from error
 
 
@@ -1846,6 +1929,8 @@ def listen_unix(path):
         if os.path.exists(path):
             if probe.connect_ex(path) == 0:
                 raise OSError("another process listens there")
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise OSError("there is something else than a socket")
             os.unlink(path)
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
@@ -1886,8 +1971,8 @@ def start_log(settings):
 def hosted(pid):
     """(App, Housekeeper) of this process: a database connection must not be forked."""
     settings = Settings.read(os.environ)
-    start_log(settings)
     store = Store(settings.db_path)
+    start_log(settings)
     return App(settings, store), Housekeeper(settings, store)
 
 
@@ -1924,9 +2009,9 @@ def main(argv=None):
     """Runs the service; the exit status."""
     parse_arguments(argv)
     try:
-        if waitress is None:
-            hint = "pip install waitress, or apt install python3-waitress"
-            raise StartError(f"waitress is missing. Try: {hint}")
+        if not hasattr(BaseWSGIServer, "in_connection_overflow"):  # new in 2.1
+            hint = "pip install -U waitress, or apt install python3-waitress"
+            raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
         settings = Settings.read(os.environ)
         start_log(settings)
         clock = SteadyClock()
