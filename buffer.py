@@ -63,6 +63,7 @@ import sqlite3
 import stat
 import threading
 import time
+import typing
 import urllib.parse
 import zlib
 
@@ -107,6 +108,11 @@ def seconds(text):
 def count(text):
     """a whole number from 0 to 1000000"""
     return within(0, 1000000, int(*matched("([0-9]{1,9})", text)))
+
+
+def attempts(text):
+    """a whole number from 1 to 1000"""
+    return within(1, 1000, int(*matched("([0-9]{1,9})", text)))
 
 
 def days(text):
@@ -247,6 +253,12 @@ class Settings:
     lease: int = setting(
         "600", seconds, "seconds a consumer has before a message is given out again"
     )
+    max_attempts: int = setting(
+        "10", attempts, "deliveries of a message before it goes to erro"
+    )
+    backoff: int = setting(
+        "30", seconds, "seconds before the first new attempt; doubles up to an hour"
+    )
     retention_days: float = setting(
         "7", days, "days a processed message is kept after it was settled"
     )
@@ -313,7 +325,8 @@ OLD_COLUMNS = {"id", "payload", "status", "locked_at", "created_at"}
 NEW_COLUMNS = {
     "lease_until": "TEXT",  # processando: when the lease ends
     "attempts": "INTEGER NOT NULL DEFAULT 0",  # how often it was given out
-    "lost": "INTEGER NOT NULL DEFAULT 0",  # size of the claim whose lease ran out
+    "lost": "INTEGER NOT NULL DEFAULT 0",  # pendente: size of the claim it was lost in;
+    # processando: minus the size of its claim
     "available_at": "TEXT",  # pendente: not before then; NULL is at once
     "settled_at": "TEXT",  # processado, erro: since when
     "source": "TEXT",
@@ -327,10 +340,6 @@ NEW_COLUMNS = {
     "reason": "TEXT",  # erro: why
 }
 
-# fila_queue holds all that a claim needs to choose, in the order of ids, whatever the
-# payloads weigh; a message that is not due has available_at and stands elsewhere in it.
-# The other two cost a sender nothing. Statements name their index: without statistics
-# SQLite would take fila_queue(status=?) for everything and sort a million rows.
 # Ids must outlive their message, so they stand by themselves, oldest first.
 EVENTS = """
 CREATE TABLE IF NOT EXISTS eventos (
@@ -341,10 +350,21 @@ CREATE TABLE IF NOT EXISTS eventos (
     UNIQUE (source, event_id)
 )"""
 
+# fila_queue holds all that a claim needs to choose, in the order of ids, whatever the
+# payloads weigh; a message that is not due has available_at and stands elsewhere in it.
+# The others cost a plain webhook nothing. Statements name their index, or none for the
+# id: without statistics SQLite would take fila_queue(status=?) and read a million rows.
 INDEXES = """
 DROP INDEX IF EXISTS idx_fila_status;
-CREATE INDEX IF NOT EXISTS fila_queue ON fila(status, available_at, id, size);
-CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until) WHERE status = 'processando';
+CREATE INDEX IF NOT EXISTS fila_queue
+    ON fila(status, available_at, id, size, lost, attempts);
+CREATE INDEX IF NOT EXISTS fila_source
+    ON fila(source, status, available_at, id, size, lost, attempts)
+ WHERE source IS NOT NULL;
+CREATE INDEX IF NOT EXISTS fila_delayed ON fila(id, source, status, available_at)
+ WHERE status = 'pendente' AND available_at IS NOT NULL;
+CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, status)
+ WHERE status = 'processando';
 CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
  WHERE status = 'processado'
 """
@@ -366,6 +386,14 @@ UPDATE fila INDEXED BY fila_settled
    SET settled_at = :now
  WHERE status = 'processado'
    AND settled_at IS NULL""",
+    """
+UPDATE fila INDEXED BY fila_queue
+   SET status = 'erro',
+       settled_at = :now,
+       available_at = NULL,
+       reason = coalesce(reason, 'tentativas esgotadas')
+ WHERE status = 'pendente'
+   AND attempts >= :most""",
 )
 
 EVENTO = """
@@ -385,56 +413,176 @@ NOTHING_KEPT = dict.fromkeys(
 )
 
 LEASE_ENDED = """
-UPDATE fila INDEXED BY fila_lease
-   SET status = 'pendente',
+UPDATE fila
+   SET status = iif(attempts < :most, 'pendente', 'erro'),
+       settled_at = iif(attempts < :most, NULL, :now),
+       reason = iif(attempts < :most, reason, 'prazo esgotado na última tentativa'),
+       lost = abs(lost),
        locked_at = NULL,
        lease_until = NULL
- WHERE status = 'processando'
-   AND lease_until <= :now
+ WHERE id IN (SELECT id
+                FROM fila INDEXED BY fila_lease
+               WHERE status = 'processando'
+                 AND lease_until <= :now
+               ORDER BY lease_until
+               LIMIT :limit)
+RETURNING status"""
+
+DELAY_ENDED = """
+UPDATE fila
+   SET available_at = NULL
+ WHERE id IN (SELECT id
+                FROM fila INDEXED BY fila_queue
+               WHERE status = 'pendente'
+                 AND available_at <= :now
+               ORDER BY available_at
+               LIMIT :limit)
 RETURNING id"""
 
 DUE = """
-SELECT id, size
+SELECT id, size, lost, attempts
   FROM fila INDEXED BY fila_queue
  WHERE status = 'pendente'
    AND available_at IS NULL
+   AND attempts < :most
  ORDER BY id
  LIMIT :limit"""
 
+DUE_FONTE = """
+SELECT id, size, lost, attempts
+  FROM fila INDEXED BY fila_source
+ WHERE source = :source
+   AND status = 'pendente'
+   AND available_at IS NULL
+   AND attempts < :most
+ ORDER BY id
+ LIMIT :limit"""
+
+IN_WORK = """
+SELECT count(*)
+  FROM (SELECT 1
+          FROM fila INDEXED BY fila_lease
+         WHERE status = 'processando'
+         LIMIT :limit)"""
+
 # CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
-PEGAR = """
-UPDATE fila
+ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id, method,
+          path, query, headers"""
+
+PEGAR = f"""
+UPDATE fila NOT INDEXED
    SET status = 'processando',
        locked_at = :now,
        lease_until = :until,
-       attempts = attempts + 1
+       attempts = attempts + 1,
+       lost = -json_array_length(:ids)
  WHERE id IN (SELECT value FROM json_each(:ids))
-RETURNING id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id,
-          method, path, query, headers"""
+RETURNING {ITEM}"""
 
-PROCESSADO = """
-UPDATE fila
+# The five verdicts. Which status each may change stands in its WHERE, and those on which
+# it changes nothing and is no error beside its method. `attempt` is the fence.
+CHOSEN = """
+ WHERE id IN (SELECT value FROM json_each(:ids))
+   AND (:attempt IS NULL OR attempts = :attempt)"""
+
+PROCESSADO = f"""
+UPDATE fila NOT INDEXED
    SET status = 'processado',
        settled_at = :now,
        lease_until = NULL,
        available_at = NULL,
-       reason = NULL
- WHERE id = :id
+       reason = NULL {CHOSEN}
    AND status <> 'processado'
-RETURNING status"""
+RETURNING id, status"""
 
-ERRO = """
-UPDATE fila
+ERRO = f"""
+UPDATE fila NOT INDEXED
    SET status = 'erro',
        settled_at = :now,
        lease_until = NULL,
        available_at = NULL,
-       reason = :reason
- WHERE id = :id
+       reason = :reason {CHOSEN}
    AND status IN ('pendente', 'processando')
-RETURNING status"""
+RETURNING id, status"""
 
-STATUS = "SELECT status FROM fila WHERE id = :id"
+# Without a delay: backoff, doubled with each attempt up to an hour, give or take a fifth.
+DEVOLVER = f"""
+UPDATE fila NOT INDEXED
+   SET status = iif(attempts < :most, 'pendente', 'erro'),
+       settled_at = iif(attempts < :most, NULL, :now),
+       available_at = iif(attempts < :most AND coalesce(:delay, 1) > 0, datetime(
+           :epoch + coalesce(:delay, min(3600, :backoff << min(max(attempts, 1) - 1, 20))
+                             * (80 + abs(random() % 41)) / 100.0), 'unixepoch'), NULL),
+       reason = coalesce(:reason, reason,
+                         iif(attempts < :most, NULL, 'devolvida na última tentativa')),
+       lost = 0,
+       locked_at = NULL,
+       lease_until = NULL {CHOSEN}
+   AND status = 'processando'
+RETURNING id, status"""
+
+ESTENDER = f"""
+UPDATE fila NOT INDEXED
+   SET lease_until = :until {CHOSEN}
+   AND status = 'processando'
+RETURNING id, status"""
+
+REENVIAR = f"""
+UPDATE fila NOT INDEXED
+   SET status = 'pendente',
+       attempts = 0,
+       lost = 0,
+       settled_at = NULL,
+       locked_at = NULL,
+       reason = NULL {CHOSEN}
+   AND status IN ('erro', 'processado')
+RETURNING id, status"""
+
+STATUS = """
+SELECT id, status, attempts
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))"""
+
+LIST = """
+SELECT id
+  FROM fila INDEXED BY fila_queue
+ WHERE status = :status
+   AND available_at IS NULL
+   AND id > :after
+   AND id <= :until
+ ORDER BY id
+ LIMIT :limit"""
+
+LIST_FONTE = """
+SELECT id
+  FROM fila INDEXED BY fila_source
+ WHERE source = :source
+   AND status = :status
+   AND available_at IS NULL
+   AND id > :after
+   AND id <= :until
+ ORDER BY id
+ LIMIT :limit"""
+
+LIST_DELAYED = """
+SELECT id
+  FROM fila INDEXED BY fila_delayed
+ WHERE status = 'pendente'
+   AND available_at IS NOT NULL
+   AND id > :after
+   AND (:source IS NULL OR source = :source)
+ ORDER BY id
+ LIMIT :limit"""
+
+LOOK = f"""
+SELECT {ITEM}, typeof(payload) AS kind, size, status, reason, lease_until, available_at,
+       settled_at
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))
+ ORDER BY id"""
+LOOK_SHORT = LOOK.replace("payload AS BLOB", "substr(payload, 1, 2048) AS BLOB")
+
+DELETE = "DELETE FROM fila WHERE id = :id RETURNING id"
 
 OLD = """
 SELECT id, size
@@ -455,11 +603,20 @@ DELETE FROM eventos
    AND seen_at < :before
 RETURNING id"""
 
-SHIFT = """
+SHIFT = (
+    """
 UPDATE fila INDEXED BY fila_lease
    SET lease_until = datetime(lease_until, :step),
        locked_at = datetime(locked_at, :step)
- WHERE status = 'processando'"""
+ WHERE status = 'processando'""",
+    """
+UPDATE fila
+   SET available_at = datetime(available_at, :step)
+ WHERE id IN (SELECT id
+                FROM fila INDEXED BY fila_delayed
+               WHERE status = 'pendente'
+                 AND available_at IS NOT NULL)""",
+)
 
 
 def utc(timestamp):
@@ -468,17 +625,46 @@ def utc(timestamp):
 
 
 def fitting(rows, limit, max_bytes):
-    """Ids of up to `limit` rows, as JSON, that have at most so many bytes; at least one.
+    """Ids of up to `limit` rows that have at most so many bytes, but at least one.
 
     A message that does not fit is passed over: it opens the next batch.
     """
     ids, total = [], 0
     for row in rows:
         size = row["size"] or 0  # whoever inserts by hand gives none
-        if not ids or total + size <= max_bytes:
+        if len(ids) < limit and (not ids or total + size <= max_bytes):
             ids.append(row["id"])
             total += size
-    return json.dumps(ids[:limit])
+    return ids
+
+
+def without_poison(rows, limit, most):
+    """(rows, limit) of a claim in which one message cannot take all the others along.
+
+    When a consumer dies, nobody knows which message of its batch killed it. So one whose
+    lease ran out comes back only among its like and in half as big a claim, the last
+    time alone. The oldest due message decides whether it is such a claim.
+    """
+    lost = rows[0]["lost"] > 0
+    rows = [row for row in rows if (row["lost"] > 0) == lost]
+    if lost:
+        last = rows[0]["attempts"] + 1 >= most
+        limit = min(limit, 1 if last else max(1, rows[0]["lost"] // 2))
+        rows = [row for row in rows if row["lost"] // 2 >= limit or limit == 1]
+        rows = [row for row in rows if row["attempts"] + 1 < most or limit == 1]
+    return rows, limit
+
+
+class Outcome(typing.NamedTuple):
+    """What became of a verdict: `status` is the message's now, None when there is none.
+
+    `refused` says why it was not settled: unknown, conflict (its status does not allow
+    it), superseded (it has been given out again since); or nothing.
+    """
+
+    refused: str
+    status: str
+    attempts: int = None
 
 
 class Store:
@@ -493,8 +679,9 @@ class Store:
     VERSION = 1  # PRAGMA user_version of our files; the Go program leaves it at 0
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
+    BITE = 1000  # rows that a lease or a delay ends for at once
 
-    def __init__(self, path, clock=time.time):
+    def __init__(self, path, clock=time.time, max_attempts=10, backoff=30):
         """Opens or makes the file. StartError when it cannot be used."""
         if sqlite3.sqlite_version_info < (3, 35):
             found = sqlite3.sqlite_version
@@ -503,6 +690,8 @@ class Store:
                 "uv run --python 3.12 buffer.py"
             )
         self.path, self.clock = os.path.abspath(path), clock
+        self.most, self.backoff = max_attempts, backoff
+        self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
         self._depth = 0  # how many transactions are open inside each other
         try:
@@ -563,7 +752,10 @@ class Store:
             for statement in INDEXES.split(";"):
                 self._run(statement)
             for statement in ADOPT:
-                self._run(statement, now=now)
+                named = {"now": now, "most": self.most}
+                self._run(
+                    statement, **{k: v for k, v in named.items() if k in statement}
+                )
             self._run(f"PRAGMA user_version = {self.VERSION}")
 
     def _allow_shrinking(self):
@@ -607,6 +799,9 @@ class Store:
                 raise
             finally:
                 self._depth = depth
+            if self.erased and not depth:
+                self.erased = False
+                self.checkpoint()
 
     def webhook(self, payload, is_text=True, **kept):
         """Keeps one message, in bytes; `is_text` where they are UTF-8.
@@ -622,37 +817,113 @@ class Store:
             self._run(WEBHOOK, **values)
             return True
 
-    def pegar(self, limit, lease, max_bytes):
+    def pegar(self, limit, lease, max_bytes, source=None, in_work=None):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
 
         Returns their rows. A message with which the batch would pass `max_bytes` of
-        payload stays for the next claim, which it opens whatever its size.
+        payload stays for the next claim, which it opens whatever its size. `source`
+        takes only that source's, `in_work` no more than that so many are leased in all.
         """
         with self.transaction() as now:
             self.lease_ended()
-            ids = fitting(self._run(DUE, limit=2 * limit), limit, max_bytes)
+            self._run(DELAY_ENDED, now=now, limit=self.BITE)
+            if in_work is not None:
+                [[busy]] = self._run(IN_WORK, limit=in_work)
+                limit = min(limit, in_work - busy)
+            due = {"limit": 2 * limit, "most": self.most}
+            if source is None:
+                rows = self._run(DUE, **due)
+            else:
+                rows = self._run(DUE_FONTE, source=source, **due)
+            if limit <= 0 or not rows:
+                return []
+            ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
             until = utc(math.ceil(self.clock() + lease))
-            rows = self._run(PEGAR, ids=ids, now=now, until=until)
+            rows = self._run(PEGAR, ids=json.dumps(ids), now=now, until=until)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
 
     def lease_ended(self):
-        """Returns to the queue what was not settled in time; how many there were."""
+        """Ends up to 1,000 leases that ran out: back to the queue, or to erro when the
+        attempts are used up. How many there were."""
         with self.transaction() as now:
-            return len(self._run(LEASE_ENDED, now=now))
+            return len(self._run(LEASE_ENDED, now=now, most=self.most, limit=self.BITE))
 
-    def processado(self, id_):
-        """Settles a message as done. Its status now, or None when there is none."""
-        return self._settle(PROCESSADO, id_)
+    def processado(self, ids, attempt=None):
+        """Done. Like the other verdicts it takes ids and perhaps the attempt that is
+        settled, and returns {id: Outcome}."""
+        return self._settle(PROCESSADO, ids, attempt, "processado")
 
-    def erro(self, id_, reason=None):
-        """Settles as failed for good what is not processado. Returns its status now."""
-        return self._settle(ERRO, id_, reason=reason)
+    def erro(self, ids, attempt=None, reason=None):
+        """Failed for good."""
+        return self._settle(ERRO, ids, attempt, "erro", reason=reason)
 
-    def _settle(self, sql, id_, **values):
+    def devolver(self, ids, attempt=None, reason=None, delay=None):
+        """Failed for now: again after `delay` seconds, or after the backoff."""
+        values = {"most": self.most, "backoff": self.backoff, "reason": reason}
+        values.update(delay=delay, epoch=math.ceil(self.clock()))
+        return self._settle(DEVOLVER, ids, attempt, "pendente", **values)
+
+    def estender(self, ids, attempt=None, lease=600):
+        """Still at work: the lease runs `lease` seconds from now."""
+        until = utc(math.ceil(self.clock() + lease))
+        return self._settle(ESTENDER, ids, attempt, None, until=until)
+
+    def reenviar(self, ids, attempt=None):
+        """Once more from the start."""
+        return self._settle(REENVIAR, ids, attempt, "pendente")
+
+    def _settle(self, sql, ids, attempt, already, **values):
+        """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
-            changed = self._run(sql, id=id_, now=now, **values)
-            rows = changed or self._run(STATUS, id=id_)
-            return rows[0]["status"] if rows else None
+            values.update(ids=json.dumps(ids), attempt=attempt)
+            if ":now" in sql:
+                values.update(now=now)
+            settled = {row["id"]: row["status"] for row in self._run(sql, **values)}
+            rest = json.dumps([id_ for id_ in ids if id_ not in settled])
+            known = {row["id"]: row for row in self._run(STATUS, ids=rest)}
+        outcomes = {}
+        for id_ in ids:
+            status, count = settled.get(id_), None
+            refused = None
+            if id_ in known:
+                status, count = known[id_]["status"], known[id_]["attempts"]
+                if attempt not in (None, count):
+                    refused = "superseded"
+                elif status != already:
+                    refused = "conflict"
+            elif status is None:
+                refused = "unknown"
+            outcomes[id_] = Outcome(refused, status, count)
+        return outcomes
+
+    def ids(self, statuses, source=None, after=0, until=2**63 - 1, limit=50):
+        """Ids of messages with one of the statuses, in order, as JSON."""
+        found = []
+        for status in statuses:
+            where = {"after": after, "limit": limit}
+            if status == "pendente":
+                found += self._run(LIST_DELAYED, source=source, **where)
+            where.update(status=status, until=until)
+            if source is None:
+                found += self._run(LIST, **where)
+            else:
+                found += self._run(LIST_FONTE, source=source, **where)
+        return sorted(row["id"] for row in found)[:limit]
+
+    def look(self, ids, whole):
+        """Rows of messages as they are; of the payload the first 2 kB unless `whole`."""
+        return self._run(LOOK if whole else LOOK_SHORT, ids=json.dumps(ids))
+
+    def delete(self, id_):
+        """Erases a message and its bytes; whether there was one."""
+        with self.transaction():
+            found = bool(self._run(DELETE, id=id_))
+            self.erased = self.erased or found
+            return found
+
+    def changes(self):
+        """A number that has grown when something was changed through this connection."""
+        return self._db.total_changes
 
     def probe(self):
         """Writes a little, to learn whether the file and its disk take it."""
@@ -660,9 +931,10 @@ class Store:
             self._run(f"PRAGMA user_version = {self.VERSION}")
 
     def shift(self, step):
-        """Moves running leases along when the clock was set `step` seconds forward."""
+        """Moves leases and delays along when the clock was set `step` seconds on."""
         with self.transaction():
-            self._run(SHIFT, step=f"{step:+.0f} seconds")
+            for statement in SHIFT:
+                self._run(statement, step=f"{step:+.0f} seconds")
 
     def purge(self, days, limit):
         """Deletes up to `limit` messages settled over `days` ago; how many it did.
@@ -672,7 +944,7 @@ class Store:
         with self.transaction():
             before = utc(self.clock() - days * 86400)
             ids = fitting(self._run(OLD, before=before, limit=limit), limit, 4 << 20)
-            return len(self._run(PURGE, ids=ids))
+            return len(self._run(PURGE, ids=json.dumps(ids)))
 
     def forget(self, days, limit):
         """Forgets event ids seen over `days` ago, of the `limit` oldest; how many."""
@@ -695,6 +967,8 @@ class Store:
             self._run("PRAGMA busy_timeout = 0")
             try:
                 self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+            except sqlite3.OperationalError as error:
+                log.debug("no checkpoint now: %s", error)
             finally:
                 self._run(f"PRAGMA busy_timeout = {self.BUSY * 1000}")
 
@@ -932,19 +1206,24 @@ def find_word(word, request):
 
 
 class Reply:
-    """A finished answer; `body` is bytes."""
+    """A finished answer; `body` is bytes.
 
-    __slots__ = ("body", "code", "headers", "status")
+    With `wait` it is what to answer when nothing better comes in so many seconds.
+    """
 
-    def __init__(self, code, body, kind, headers=()):
-        self.code, self.body = code, body
+    __slots__ = ("body", "code", "headers", "status", "wait")
+
+    def __init__(self, code, body, kind, headers=(), wait=0):
+        self.code, self.body, self.wait = code, body, wait
         self.status = f"{code} {http.HTTPStatus(code).phrase}"
         length = str(len(body))
         self.headers = (("Content-Type", kind), ("Content-Length", length), *headers)
+        if code == http.HTTPStatus.NO_CONTENT:
+            self.headers = tuple(headers)
 
     @classmethod
-    def json(cls, body):
-        return cls(200, body + b"\n", "application/json")
+    def json(cls, body, wait=0):
+        return cls(200, body + b"\n", "application/json", wait=wait)
 
     def wsgi(self, environ, start_response):
         start_response(self.status, list(self.headers))
@@ -1073,10 +1352,14 @@ class Request:
             token = bearer.strip()
         return token.encode("latin-1") if token else None
 
+    def word(self, name):
+        """The first value of a name in the query, or None."""
+        return self.query.get(name, [None])[0]
+
     def number(self, name, low, high, default):
         """A whole number from the query; `default` when it is anything else."""
-        text = self.query.get(name, [""])[0]
-        if re.fullmatch("[0-9]{1,9}", text) and low <= int(text) <= high:
+        text = self.word(name) or ""
+        if re.fullmatch("[0-9]{1,18}", text) and low <= int(text) <= high:
             return int(text)
         return default
 
@@ -1102,13 +1385,12 @@ class Request:
             raise Refusal(413, "payload grande demais")
         if len(body) < length:
             raise Refusal(400, "corpo incompleto")
-        self.raw = body
+        self.raw = self.content = body
         return body
 
     def inflate(self, limit):
         """Sets `content`: the body without its Content-Encoding (RFC 9110 8.4), or as it
         came when it is not what that says. Refusal 413 over `limit` bytes."""
-        self.content = self.raw
         coding = (self.header("Content-Encoding") or "").strip().lower()
         for wbits in CODINGS.get(coding, ()):
             with contextlib.suppress(zlib.error):
@@ -1138,12 +1420,14 @@ class Request:
         return json.dumps(named, separators=(",", ":"))
 
     def kept_query(self):
-        """The query as a JSON object or None; repeated names have a list, as in n8n."""
-        if not self.query:
-            return None
-        pairs = self.query.items()
-        flat = {k: v[0] if len(v) == 1 else v for k, v in pairs}
-        return json.dumps(flat, separators=(",", ":"))
+        """The query as a JSON object or None."""
+        return flat(self.query)
+
+
+def flat(query):
+    """parse_qs() as a JSON object; repeated names have a list, as in n8n. Or None."""
+    values = {k: v[0] if len(v) == 1 else v for k, v in query.items()}
+    return json.dumps(values, separators=(",", ":")) if values else None
 
 
 CODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (15, -15)}  # zlib's wbits
@@ -1211,45 +1495,112 @@ def payload_json(body):
     return json.dumps(body.decode()).encode(), False
 
 
-def item_json(row):
-    """A row as an item: JSON in bytes; keys without a value are left out."""
-    payload, is_base64 = payload_json(row["body"])
-    created = row["created_at"]
-    strings = {
-        "codificacao": "base64" if is_base64 else None,
-        "tentativa": row["attempts"],
-        "recebido_em": created and f"{created}Z".replace(" ", "T"),
-        "fonte": row["source"],
-        "metodo": row["method"],
-        "caminho": row["path"],
-        "evento": row["event_id"],
+def joined(**parts):
+    """A JSON object, in bytes, of JSON texts; keys without one are left out."""
+    texts = {
+        k: v if isinstance(v, bytes) else v.encode() for k, v in parts.items() if v
     }
-    parts = {key: json.dumps(value) for key, value in strings.items() if value}
-    parts.update(headers=row["headers"], query=row["query"])
-    rest = "".join(f',"{key}":{text}' for key, text in parts.items() if text)
-    return b'{"id":%d,"payload":%s%s}' % (row["id"], payload, rest.encode())
+    return b"{%s}" % b",".join(b'"%s":%s' % (k.encode(), v) for k, v in texts.items())
+
+
+def quoted(value):
+    return json.dumps(value) if value else None
+
+
+def moment(text):
+    """A time of the store as RFC 3339."""
+    return quoted(text and f"{text}Z".replace(" ", "T"))
+
+
+def item_json(row, **more):
+    """A row as an item: JSON in bytes."""
+    payload, is_base64 = payload_json(row["body"])
+    return joined(
+        id=str(row["id"]),
+        **{"payload": payload, **more},
+        codificacao='"base64"' if is_base64 else None,
+        tentativa=str(row["attempts"]),
+        recebido_em=moment(row["created_at"]),
+        fonte=quoted(row["source"]),
+        metodo=quoted(row["method"]),
+        caminho=quoted(row["path"]),
+        evento=quoted(row["event_id"]),
+        headers=row["headers"],
+        query=row["query"],
+    )
+
+
+def item_n8n(row):
+    """A row in the shape of n8n's Webhook node, whose `body` shows a form as object."""
+    body, _ = payload_json(row["body"])
+    headers = row["headers"] or "{}"
+    kind = json.loads(headers).get("content-type", "")
+    if kind.lower().startswith("application/x-www-form-urlencoded"):
+        text = row["body"].decode("utf-8", "replace")
+        body = flat(urllib.parse.parse_qs(text, keep_blank_values=True)) or "{}"
+    return joined(
+        id=str(row["id"]),
+        tentativa=str(row["attempts"]),
+        headers=headers,
+        params="{}",
+        query=row["query"] or "{}",
+        body=body,
+    )
+
+
+def looked_json(row):
+    """A row as an item of a list, with its status and times; a long payload is cut."""
+    more = {"status": quoted(row["status"]), "motivo": quoted(row["reason"])}
+    more["tamanho"] = str(row["size"] or len(row["body"]))
+    more["reservado_ate"] = moment(row["lease_until"])
+    more["disponivel_em"] = moment(row["available_at"])
+    more["resolvido_em"] = moment(row["settled_at"])
+    if len(row["body"]) < (row["size"] or 0):
+        more["cortado"] = "true"
+        if row["kind"] == "text":  # where it was cut a character may be incomplete
+            more["payload"] = json.dumps(row["body"].decode("utf-8", "ignore"))
+    return item_json(row, **more)
 
 
 ANYBODY, SENDER, CONSUMER = "anybody", "sender", "consumer"
 
-# path, method, handler, who may; of those that fit a path the first decides
+# path, method, handler, who may; the first path that fits decides
 ROUTES = (
     ("/webhook", "POST", "webhook", SENDER),
-    ("/webhook/{rest}", "POST", "webhook", SENDER),
     ("/webhook", "GET", "check_url", ANYBODY),
+    ("/webhook/{rest}", "POST", "webhook", SENDER),
     ("/webhook/{rest}", "GET", "check_url", ANYBODY),
     ("/fila/pegar", "POST", "pegar", CONSUMER),
+    ("/fila/processado", "POST", "processado", CONSUMER),
+    ("/fila/erro", "POST", "erro", CONSUMER),
+    ("/fila/devolver", "POST", "devolver", CONSUMER),
+    ("/fila/estender", "POST", "estender", CONSUMER),
+    ("/fila/reenviar", "POST", "reenviar", CONSUMER),
     ("/fila/{id}/processado", "POST", "processado", CONSUMER),
     ("/fila/{id}/erro", "POST", "erro", CONSUMER),
+    ("/fila/{id}/devolver", "POST", "devolver", CONSUMER),
+    ("/fila/{id}/estender", "POST", "estender", CONSUMER),
+    ("/fila/{id}/reenviar", "POST", "reenviar", CONSUMER),
     ("/fila/{id}/{verdict}", "POST", "no_such_verdict", CONSUMER),
+    ("/fila", "GET", "list", CONSUMER),
+    ("/fila/{id}", "GET", "look", CONSUMER),
+    ("/fila/{id}", "DELETE", "delete", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
 )
 
 
-def pattern(path):
-    """'/fila/{id}/erro' as a regular expression; {rest} may hold slashes."""
-    text = path.replace("{rest}", "(?P<rest>.*)")
-    return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text), re.DOTALL)
+def compiled_routes(routes):
+    """((pattern, {method: (handler, right)}), ...); {rest} may hold slashes."""
+    paths = {}
+    for path, method, handler, right in routes:
+        paths.setdefault(path, {})[method] = handler, right
+    for path, methods in paths.items():
+        text = path.replace("{rest}", "(?P<rest>.*)")
+        text = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text)
+        yield re.compile(text, re.DOTALL).fullmatch, methods
+
+
+STATUSES = ("pendente", "processando", "processado", "erro")
 
 
 class App:
@@ -1257,7 +1608,11 @@ class App:
 
     OK = Reply.json(b'{"status":"ok"}')
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
-    ROUTES = tuple((pattern(path), *route) for path, *route in ROUTES)
+    LONGEST_WAIT = 60  # seconds
+    MANY = (
+        5000  # messages that one reenviar by filter takes; it says when there are more
+    )
+    ROUTES = tuple(compiled_routes(ROUTES))
 
     def __init__(self, settings, store):
         self.settings, self.store = settings, store
@@ -1293,17 +1648,15 @@ class App:
 
     def route(self, request):
         """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6)."""
-        method = "GET" if request.method == "HEAD" else request.method
-        allowed = []
-        for path, allow, handler, right in self.ROUTES:
-            found = path.fullmatch(request.path)
-            if found and allow == method:
+        wanted = "GET" if request.method == "HEAD" else request.method
+        for fits, methods in self.ROUTES:
+            found = fits(request.path)
+            if found and wanted in methods:
                 request.params = found.groupdict()
+                handler, right = methods[wanted]
                 return getattr(self, handler), right
             if found:
-                allowed.append("GET, HEAD" if allow == "GET" else allow)
-        if allowed:
-            raise Refusal(405, "método não permitido", [("Allow", allowed[0])])
+                raise not_allowed(methods)
         raise Refusal(404, "página não encontrada")
 
     def authorize(self, request, right):
@@ -1385,31 +1738,124 @@ class App:
         query = {name: values[0] for name, values in request.query.items()}
         wanted = self.settings.verify_token
         if not wanted or "hub.challenge" not in query or request.method == "HEAD":
-            raise Refusal(405, "método não permitido", [("Allow", "POST")])
+            raise not_allowed(["POST"])
         given = query.get("hub.verify_token", "").encode()
         if not hmac.compare_digest(given, wanted):
             raise Refusal(403, "proibido", reason="VERIFY_TOKEN")
         return echo(query["hub.challenge"])
 
     def pegar(self, request):
-        limit = request.number("limite", 1, 500, default=50)
+        """A batch. With `espera`, under our own server, nothing is answered later:
+        environ["buffer.waiting"] says how many wait for the same already."""
+        wait = min(request.number("espera", 1, 10**9, default=0), self.LONGEST_WAIT)
+        waiting = request.environ.get("buffer.waiting")
+        nothing = Reply.json(b"[]", wait=0 if waiting is None else wait)
+        if nothing.wait and waiting:
+            return nothing
         settings = self.settings
+        in_work = request.number("max", 0, 10**9, default=None)
+        shown = item_n8n if request.word("formato") == "n8n" else item_json
         with self.store.transaction():  # a batch that cannot be shown is not given out
-            rows = self.store.pegar(limit, settings.lease, settings.max_batch_bytes)
-            return Reply.json(b"[%s]" % b",".join(map(item_json, rows)))
+            rows = self.store.pegar(
+                request.number("limite", 1, 500, default=50),
+                request.number("reserva", 1, 604800, default=settings.lease),
+                settings.max_batch_bytes,
+                source=request.word("fonte"),
+                in_work=in_work,
+            )
+            if not rows:
+                return nothing
+            return Reply.json(b"[%s]" % b",".join(map(shown, rows)))
 
     def processado(self, request):
-        status = self.store.processado(self.id(request))
-        return self.settled("processado", status)
+        return self.settle(request, "processado", self.store.processado)
 
     def erro(self, request):
-        """A text body is the reason; its first 2,000 bytes are kept."""
-        body = request.read(self.settings.max_body)[:2000]
-        reason = body.decode("utf-8", "ignore").strip()
-        return self.settled("erro", self.store.erro(self.id(request), reason or None))
+        reason = self.reason(request)
+        return self.settle(request, "erro", self.store.erro, reason=reason)
+
+    def devolver(self, request):
+        delay = request.number("em", 0, 31536000, default=None)
+        values = {"reason": self.reason(request), "delay": delay}
+        return self.settle(request, "pendente", self.store.devolver, **values)
+
+    def estender(self, request):
+        lease = request.number("segundos", 1, 604800, default=self.settings.lease)
+        return self.settle(request, "processando", self.store.estender, lease=lease)
+
+    def reenviar(self, request):
+        """One, many by their ids, or with ?status= all of a status (and source)."""
+        status = request.word("status")
+        if "id" in request.params or status is None:
+            return self.settle(request, "pendente", self.store.reenviar)
+        if status not in ("erro", "processado"):
+            raise Refusal(400, "status deve ser erro ou processado")
+        until = request.number("ate", 1, 10**18, default=2**63 - 1)
+        where = {"source": request.word("fonte"), "until": until}
+        with self.store.transaction():
+            ids = self.store.ids([status], limit=self.MANY + 1, **where)
+            self.store.reenviar(ids[: self.MANY])
+        count = len(ids[: self.MANY])
+        answer = {"status": "pendente", "quantidade": count, "mais": len(ids) > count}
+        return Reply.json(json.dumps(answer).encode())
 
     def no_such_verdict(self, request):
-        raise Refusal(400, "status deve ser processado ou erro")
+        raise Refusal(
+            400, "status deve ser processado ou erro, devolver, estender ou reenviar"
+        )
+
+    def reason(self, request):
+        """Why it failed: the first 2,000 bytes of a text body, in a batch `motivo`."""
+        body = request.read(self.settings.max_body)
+        if "id" not in request.params:
+            value = request.json if isinstance(request.json, dict) else {}
+            body = str(value.get("motivo") or "").encode("utf-8", "replace")
+        return body[:2000].decode("utf-8", "ignore").strip() or None
+
+    def settle(self, request, status, method, **values):
+        """One verdict for one message or, in one transaction, for many.
+
+        Settling twice is 200, because n8n's "Retry On Fail" repeats all of its items.
+        """
+        fence = request.word("tentativa")
+        if fence is not None:
+            values["attempt"] = request.number("tentativa", 0, 10**9, default=None)
+            if values["attempt"] is None:
+                raise Refusal(400, "tentativa inválida")
+        if "id" not in request.params:
+            return self.settle_many(request, status, method, **values)
+        id_ = self.id(request)
+        outcome = method([id_], **values)[id_]
+        if outcome.refused:
+            code = 404 if outcome.refused == "unknown" else 409
+            raise Refusal(code, excuse(outcome))
+        return Reply.json(b'{"status":"%s"}' % outcome.status.encode())
+
+    def settle_many(self, request, status, method, **values):
+        ids = self.ids(request)
+        outcomes = method(ids, **values)
+        answer = {
+            "status": status,
+            "ids": [id_ for id_ in ids if not outcomes[id_].refused],
+            "ignorados": [
+                {"id": id_, "motivo": excuse(outcome)}
+                for id_, outcome in outcomes.items()
+                if outcome.refused
+            ],
+        }
+        return Reply.json(json.dumps(answer, ensure_ascii=False).encode())
+
+    def ids(self, request):
+        """The ids of a batch, each once; Refusal 400 unless it is {"ids":[1,2]}."""
+        request.read(self.settings.max_body)
+        value = request.json if isinstance(request.json, dict) else {}
+        ids = value.get("ids")
+        if not isinstance(ids, list) or len(ids) > 1000:
+            raise Refusal(400, 'o corpo deve ser {"ids":[...]}, até 1000 ids')
+        texts = [str(id_) for id_ in ids]
+        if not all(re.fullmatch("-?[0-9]{1,30}", text) for text in texts):
+            raise Refusal(400, "id inválido")
+        return list(dict.fromkeys(map(int, texts)))
 
     def id(self, request):
         """A message's id. Refusal 400 for no number; what no row can have is unknown."""
@@ -1418,14 +1864,29 @@ class App:
             raise Refusal(400, "id inválido")
         return int(text) if len(text) <= 18 else -1
 
-    def settled(self, verdict, status):
-        """200 when the message stands so, since n8n's "Retry On Fail" settles twice."""
-        if status is None:
-            text = "mensagem não encontrada ou não está em processamento"
-            raise Refusal(404, text)
-        if status != verdict:
-            raise Refusal(409, f"mensagem já está em {status}")
-        return Reply.json(b'{"status":"%s"}' % verdict.encode())
+    def list(self, request):
+        status = request.word("status")
+        if status not in (None, *STATUSES):
+            raise Refusal(400, f"status deve ser um de {', '.join(STATUSES)}")
+        ids = self.store.ids(
+            [status] if status else STATUSES,
+            source=request.word("fonte"),
+            after=request.number("depois", 0, 10**18, default=0),
+            limit=request.number("limite", 1, 500, default=50),
+        )
+        rows = self.store.look(ids, request.word("completo") == "1")
+        return Reply.json(b"[%s]" % b",".join(map(looked_json, rows)))
+
+    def look(self, request):
+        rows = self.store.look([self.id(request)], whole=True)
+        if not rows:
+            raise Refusal(404, "mensagem não encontrada")
+        return Reply.json(looked_json(rows[0]))
+
+    def delete(self, request):
+        if not self.store.delete(self.id(request)):
+            raise Refusal(404, "mensagem não encontrada")
+        return Reply(204, b"", None)
 
     def health(self, request):
         self.store.probe()
@@ -1455,6 +1916,12 @@ class App:
         """Logs trouble with the store; the reply for those who depended on it."""
         self.trouble("storage", "answering 503, storage trouble: %s", error)
         return UNAVAILABLE
+
+
+def not_allowed(methods):
+    """A GET on /webhook is only there for a handshake, which nobody else need know."""
+    allow = "POST" if "POST" in methods else ", ".join(methods)
+    return Refusal(405, "método não permitido", [("Allow", allow)])
 
 
 def too_many(wait, reason):
@@ -1499,6 +1966,15 @@ def handshake(request):
         answer = {"plainToken": plain, "encryptedToken": mac}
         return Reply.json(json.dumps(answer).encode())
     return None
+
+
+def excuse(outcome):
+    """Why a message was not settled, for a person to read."""
+    if outcome.refused == "unknown":
+        return "mensagem não encontrada ou não está em processamento"
+    if outcome.refused == "superseded":
+        return f"mensagem entregue de novo, agora na tentativa {outcome.attempts}"
+    return f"mensagem já está em {outcome.status}"
 
 
 def client_address(environ, trusted):
@@ -1548,12 +2024,11 @@ class Housekeeper(threading.Thread):
     def tidy(self, bites=math.inf):
         """All there is to do, in at most so many bites."""
         try:
-            self.store.lease_ended()
             days, dedupe_days = self.settings.retention_days, self.settings.dedupe_days
             purge = functools.partial(self.store.purge, days, self.ROWS)
             forget = functools.partial(self.store.forget, dedupe_days, self.ROWS)
             shrink = functools.partial(self.store.shrink, self.PAGES)
-            for bite in (purge, forget, shrink):
+            for bite in (self.store.lease_ended, purge, forget, shrink):
                 while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
                     bites -= 1
             self.store.checkpoint()
@@ -1687,6 +2162,23 @@ class Channel(HTTPChannel):
         elif now - self.since >= idle:
             self.handle_close()
 
+    def park(self, until):
+        """Waits for a message; out of the map it costs the loop nothing."""
+        self.until = until
+        del self._map[self._fileno]
+
+    def unpark(self):
+        self._map[self._fileno] = self
+
+    def hung_up(self):
+        """Nobody reads a connection that waits, so it has to be looked at."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def idle(self):
         return self.draining or not (
             self.request or self.requests or self.total_outbufs_len
@@ -1723,33 +2215,50 @@ class Rounds:
     It collects the requests of one round of the loop. answer() puts them through the
     application in one transaction and lets the answers go after the commit: a burst of
     200 webhooks costs one sync, and threads would only hand the GIL to and fro.
+
+    A request whose reply can wait is parked. After each round that has changed
+    something the parked ones are asked again, in the order in which they came.
     """
+
+    PARKED = 2000  # more are answered at once
 
     def __init__(self, app):
         self.app = app
-        self.waiting = []
+        self.waiting = []  # channels with a request to answer in this round
+        self.parked = []  # channels with a request that waits for a message
+        self.until = math.inf  # when the first of them has waited long enough
         self.closing = False  # the server stops, and connections end with their answer
+        self._changes = 0
 
     def add_task(self, channel):
         self.waiting.append(channel)
 
-    def answer(self):
-        channels, self.waiting = [c for c in self.waiting if c.connected], []
-        if not channels:
+    def answer(self, look=False):
+        """Answers what waits; with `look` also what a change of time has made due."""
+        asked, self.waiting = [c for c in self.waiting if c.connected], []
+        woken = []
+        if not asked and not (look and self.parked):
             return
-        for channel in channels:
+        for channel in asked:
             channel.reply = None
         try:
             with self.app.store.transaction():
-                for channel in channels:
+                for channel in asked:
                     channel.reply = self.reply(channel)
+                if look or self.app.store.changes() != self._changes:
+                    self.wake(asked, woken)
+                self._changes = self.app.store.changes()
         except sqlite3.Error as error:
             failure = self.app.failed(error)
-            for channel in channels:  # a refusal that needed no store stays one
+            for channel in asked + woken:  # a refusal that needed no store stays one
                 if not channel.reply or channel.reply.code in DEPENDING:
                     channel.reply = failure
-        for channel in channels:
-            channel.service()
+        self.release(woken)
+        for channel in asked:
+            if channel.reply.wait and not self.closing and channel not in woken:
+                self.park(channel)
+            elif channel.connected:
+                channel.service()
 
     def reply(self, channel):
         request = channel.requests[0]
@@ -1758,11 +2267,54 @@ class Rounds:
         else:
             environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": channel.addr[0]}
         if not request.error:
+            channel.environ = environ
+            query = environ["QUERY_STRING"]
+            same = sum(c.environ["QUERY_STRING"] == query for c in self.parked)
+            if len(self.parked) < self.PARKED:
+                environ["buffer.waiting"] = same
             return self.app.respond(environ)
         code = request.error.code
         if code not in PARSER_REFUSALS:
             return self.app.failed(request.error.body)
         return self.app.refuse(Refusal(code, PARSER_REFUSALS[code]), environ)
+
+    def wake(self, asked, woken):
+        """Asks again for those that wait until nothing is left; they go to `woken`."""
+        nothing_for = set()
+        for channel in [*self.parked, *asked]:
+            query = channel.reply.wait and channel.environ["QUERY_STRING"]
+            if not channel.reply.wait or query in nothing_for:
+                continue
+            if channel.hung_up():
+                channel.handle_close()
+                woken.append(channel)
+                continue
+            reply = self.app.respond({**channel.environ, "buffer.waiting": 0})
+            if reply.wait:
+                nothing_for.add(query)
+            else:
+                channel.reply = reply
+                woken.append(channel)
+
+    def park(self, channel):
+        channel.park(time.monotonic() + channel.reply.wait)
+        self.parked.append(channel)
+        self.until = min(self.until, channel.until)
+
+    def release(self, channels):
+        """Lets parked channels go with the reply that they have."""
+        for channel in channels:
+            if channel in self.parked:
+                self.parked.remove(channel)
+                if channel.connected:
+                    channel.unpark()
+                    channel.service()
+        self.until = min((c.until for c in self.parked), default=math.inf)
+
+    def expire(self, now):
+        """Answers those that have waited long enough."""
+        if now >= self.until:
+            self.release([c for c in self.parked if now >= c.until or self.closing])
 
 
 class SteadyClock:
@@ -1840,10 +2392,12 @@ class Server:
         self.listeners[0].trigger.pull_trigger()  # poll() goes on after a handler
 
     def round(self, timeout):
+        timeout = min(timeout, max(0, self.rounds.until - time.monotonic()))
         timeout = 0 if self.rounds.waiting else timeout
         wasyncore.loop(timeout, use_poll=True, map=self.map, count=1)
         self.rounds.answer()
         now = time.monotonic()
+        self.rounds.expire(now)
         if now - self._checked >= 1:
             self._checked = now
             self.each_second(now)
@@ -1860,6 +2414,7 @@ class Server:
         crowded = any(listener.in_connection_overflow for listener in self.listeners)
         for channel in self.channels():
             channel.check(now, self.timeout, idle=2 if crowded else Channel.IDLE)
+        self.rounds.answer(look=True)
         notify("WATCHDOG=1")
         step = round(self.clock.step())
         if step:
@@ -1878,6 +2433,7 @@ class Server:
         Connections are told to close with their answer; one that is silent is closed.
         """
         self.rounds.closing = True
+        self.rounds.release(list(self.rounds.parked))
         for listener in self.listeners:
             listener.handle_accept()
             listener.accepting = False
@@ -1958,6 +2514,10 @@ def notify(state):
 # Main
 
 
+def open_store(settings, clock):
+    return Store(settings.db_path, clock, settings.max_attempts, settings.backoff)
+
+
 def start_log(settings):
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
@@ -1971,7 +2531,7 @@ def start_log(settings):
 def hosted(pid):
     """(App, Housekeeper) of this process: a database connection must not be forked."""
     settings = Settings.read(os.environ)
-    store = Store(settings.db_path)
+    store = open_store(settings, time.time)
     start_log(settings)
     return App(settings, store), Housekeeper(settings, store)
 
@@ -2015,7 +2575,7 @@ def main(argv=None):
         settings = Settings.read(os.environ)
         start_log(settings)
         clock = SteadyClock()
-        store = Store(settings.db_path, clock)
+        store = open_store(settings, clock)
         server = Server(settings, App(settings, store), listen(settings.addr), clock)
     except StartError as error:
         print(f"buffer.py: {error}", file=sys.stderr)

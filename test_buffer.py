@@ -385,23 +385,29 @@ class StoreTest(Case):
             self.assertEqual(value, self.store._run(f"PRAGMA {pragma}")[0][0], pragma)
 
     def test_every_query_of_the_hot_path_uses_its_index(self):
-        values = dict.fromkeys(
-            ("limit", "now", "until", "ids", "id", "reason", "before")
-        )
-        values.update(step="+1 seconds", ids="[1]")
+        queue = "USING COVERING INDEX fila_queue (status=? AND available_at=?"
+        source = "USING COVERING INDEX fila_source (source=? AND status=? AND"
+        by_id = "USING INTEGER PRIMARY KEY (rowid=?)"
         for name, index in (
-            ("DUE", "USING COVERING INDEX fila_queue (status=? AND available_at=?)"),
-            ("LEASE_ENDED", "USING INDEX fila_lease (lease_until<?)"),
-            ("PEGAR", "USING INTEGER PRIMARY KEY (rowid=?)"),
-            ("PROCESSADO", "USING INTEGER PRIMARY KEY (rowid=?)"),
-            ("ERRO", "USING INTEGER PRIMARY KEY (rowid=?)"),
-            ("STATUS", "USING INTEGER PRIMARY KEY (rowid=?)"),
+            ("DUE", queue),
+            ("DUE_FONTE", source),
+            (
+                "DELAY_ENDED",
+                "USING COVERING INDEX fila_queue (status=? AND available_at<?)",
+            ),
+            ("LEASE_ENDED", "USING COVERING INDEX fila_lease (lease_until<?)"),
+            ("IN_WORK", "COVERING INDEX fila_lease"),
+            *((name, by_id) for name in ("PEGAR", "PROCESSADO", "ERRO", "DEVOLVER")),
+            *((name, by_id) for name in ("ESTENDER", "REENVIAR", "STATUS", "DELETE")),
+            *((name, by_id) for name in ("LOOK", "LOOK_SHORT", "PURGE", "FORGET")),
+            ("LIST", queue),
+            ("LIST_FONTE", source),
+            ("LIST_DELAYED", "USING COVERING INDEX fila_delayed (id>?)"),
             ("OLD", "USING COVERING INDEX fila_settled (settled_at<?)"),
-            ("PURGE", "USING INTEGER PRIMARY KEY (rowid=?)"),
-            ("SHIFT", "USING INDEX fila_lease"),
         ):
             sql = getattr(buffer, name)
-            named = {k: v for k, v in values.items() if f":{k}" in sql}
+            named = dict.fromkeys(re.findall(r":([a-z]\w*)", sql), 1)
+            named.update({"ids": "[1]"} if "ids" in named else {})
             plan = self.store._run(f"EXPLAIN QUERY PLAN {sql}", **named)
             text = "\n".join(row["detail"] for row in plan)
             self.assertIn(index, text, name)
@@ -521,10 +527,12 @@ class GoProgramsFileTest(Case):
 
     def test_its_messages_come_out_and_leases_of_ten_minutes_hold(self):
         self.assertEqual([2, 3, 5], [item["id"] for item in self.claim()])
+        for id_ in (2, 3, 5):
+            self.settle(id_, "processado")
         self.clock.now += 599  # from 08:00:00, when the new lease began
         self.assertEqual([], self.claim())
         self.clock.now += 1
-        self.assertIn(4, [item["id"] for item in self.claim()])
+        self.assertEqual([4], [item["id"] for item in self.claim()])
 
     def test_text_that_is_not_utf8_does_not_spoil_the_claim(self):
         item = self.claim()[-1]
@@ -1424,7 +1432,7 @@ class PegarTest(Case):
             ("?limite=500", 500),
         ):
             self.assertEqual(count, len(self.claim(query)), query[:20])
-            self.store._run("UPDATE fila SET status = 'pendente'")
+            self.store._run("UPDATE fila SET status = 'pendente', attempts = 0")
 
     def test_a_lease_that_ends_gives_the_message_out_again(self):
         self.send()
@@ -1621,7 +1629,8 @@ class SettleTest(Case):
     def test_no_such_verdict(self):
         id_ = self.message("processando")
         answer = self.call("POST", f"/fila/{id_}/feito")
-        self.assertEqual((400, "status deve ser processado ou erro\n"), answer)
+        self.assertEqual(400, answer[0])
+        self.assertTrue(answer[1].startswith("status deve ser processado ou erro"))
         self.assertEqual("processando", self.status(id_))
 
     def test_erro_keeps_the_reason(self):
@@ -1637,7 +1646,7 @@ class SettleTest(Case):
         self.assertEqual([], self.claim())
 
     def test_unknown_paths(self):
-        for path in ("/", "/nada", "/webhookx", "/fila", "/fila/1", "/fila/1/2/3"):
+        for path in ("/", "/nada", "/webhookx", "/filas", "/fila/1/2/3"):
             self.assertEqual(404, self.call("POST", path)[0], path)
 
 
