@@ -1316,6 +1316,7 @@ class Request:
             self._read_query(environ["QUERY_STRING"])
         self.suffix = ""  # what a sender appended to the token in the query
         self.source = None  # the Source that has signed it
+        self.raw = None  # the body, once it was read
 
     def _read_query(self, text):
         pairs = text.encode("latin-1").decode("utf-8", "replace").split("&")
@@ -1364,8 +1365,13 @@ class Request:
         return default
 
     def read(self, limit):
-        """The body as it came, in bytes, once: then it is `raw`, and without its
-        Content-Encoding `content`. Refusal 413 over `limit`, 400 when it breaks off."""
+        """The body as it came, in bytes; it is `raw`, and `content` after inflate().
+
+        Refusal 413 over `limit` bytes, 400 when it breaks off, 411 when nobody knows
+        where it ends.
+        """
+        if self.raw is not None:
+            return self.raw
         stream, ended = self.environ["wsgi.input"], "wsgi.input_terminated"
         if "HTTP_TRANSFER_ENCODING" in self.environ and not self.environ.get(ended):
             raise Refusal(

@@ -10,6 +10,8 @@ Where the folder ../shared with recorded traffic stands beside this one, more is
 """
 
 import base64
+import collections
+import concurrent.futures
 import contextlib
 import datetime
 import gzip
@@ -18,6 +20,7 @@ import hmac
 import http.client
 import importlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -85,7 +88,7 @@ class Case(unittest.TestCase):
         environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
         environ.update(self.settings, **settings)
         self.configured = buffer.Settings.read(environ)
-        self.store = buffer.Store(self.configured.db_path, self.clock)
+        self.store = buffer.open_store(self.configured, self.clock)
         self.addCleanup(self.store.close)
         self.app = buffer.App(self.configured, self.store)
 
@@ -1571,42 +1574,15 @@ class PayloadTest(Case):
 
 
 class SettleTest(Case):
-    """The settle table: which call on which status gives what."""
-
-    def message(self, status):
+    def message(self):
         self.send()
-        [item] = self.claim()
-        id_ = item["id"]
-        if status == "pendente":
-            self.clock.now += 600
-            self.store.lease_ended()
-        elif status != "processando":
-            self.assertEqual(200, self.settle(id_, status))
-        return id_
+        return self.claim()[0]["id"]
 
     def status(self, id_):
         return self.rows(f"SELECT status FROM fila WHERE id = {id_}")[0]["status"]
 
-    def test_table(self):
-        for verdict, status, code in (
-            ("processado", "pendente", 200),
-            ("processado", "processando", 200),
-            ("processado", "processado", 200),
-            ("processado", "erro", 200),
-            ("erro", "pendente", 200),
-            ("erro", "processando", 200),
-            ("erro", "processado", 409),
-            ("erro", "erro", 200),
-        ):
-            with self.subTest(verdict=verdict, status=status):
-                id_ = self.message(status)
-                self.assertEqual(code, self.settle(id_, verdict))
-                after = verdict if code == 200 else status
-                self.assertEqual(after, self.status(id_))
-                self.assertNotIn(id_, [item["id"] for item in self.claim()])
-
     def test_the_answer_names_the_status(self):
-        id_ = self.message("processando")
+        id_ = self.message()
         answer = self.call("POST", f"/fila/{id_}/processado")
         self.assertEqual((200, '{"status":"processado"}\n'), answer)
 
@@ -1627,27 +1603,939 @@ class SettleTest(Case):
                 self.assertEqual(code, self.settle(id_, verdict), id_[:30])
 
     def test_no_such_verdict(self):
-        id_ = self.message("processando")
+        id_ = self.message()
         answer = self.call("POST", f"/fila/{id_}/feito")
         self.assertEqual(400, answer[0])
         self.assertTrue(answer[1].startswith("status deve ser processado ou erro"))
         self.assertEqual("processando", self.status(id_))
 
     def test_erro_keeps_the_reason(self):
-        id_ = self.message("processando")
+        id_ = self.message()
         self.settle(id_, "erro", "número inválido ☕\n".encode() + b"\xff" * 5000)
         reason = self.rows()[0]["reason"]
         self.assertTrue(reason.startswith("número inválido ☕"))
         self.assertLessEqual(len(reason), 2000)
 
-    def test_settling_late_is_still_true(self):
-        id_ = self.message("pendente")
-        self.assertEqual(200, self.settle(id_, "processado"))
-        self.assertEqual([], self.claim())
-
     def test_unknown_paths(self):
         for path in ("/", "/nada", "/webhookx", "/filas", "/fila/1/2/3"):
             self.assertEqual(404, self.call("POST", path)[0], path)
+
+
+class QueueCase(Case):
+    def post(self, url, value=None):
+        """(status, parsed answer) of a POST with a JSON body."""
+        body = b"" if value is None else json.dumps(value).encode()
+        status, text = self.call("POST", url, body)
+        return status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    def get(self, url):
+        status, text = self.call("GET", url)
+        self.assertEqual(200, status, text)
+        return json.loads(text)
+
+    def messages(self, count):
+        for number in range(count):
+            self.send(b"%d" % number)
+
+    def row(self, id_):
+        [row] = self.rows(f"SELECT * FROM fila WHERE id = {id_}")
+        return row
+
+
+class VerdictsTest(QueueCase):
+    """The settle table: which verdict on which status gives what."""
+
+    TABLE = """
+        processado pendente 200, processando 200, processado 200, erro 200
+        erro       pendente 200, processando 200, processado 409, erro 200
+        devolver   pendente 200, processando 200, processado 409, erro 409
+        estender   pendente 409, processando 200, processado 409, erro 409
+        reenviar   pendente 200, processando 409, processado 200, erro 200"""
+
+    AFTER = (
+        ("devolver", "pendente"),
+        ("estender", "processando"),
+        ("reenviar", "pendente"),
+    )
+
+    def message(self, status):
+        self.send()
+        id_ = self.claim("?limite=1")[0]["id"]
+        if status == "pendente":
+            self.settle(id_, "devolver?em=0")
+        elif status != "processando":
+            self.assertEqual(200, self.settle(id_, status))
+        return id_
+
+    def test_table(self):
+        for line in self.TABLE.strip().splitlines():
+            verdict, _, cells = line.strip().partition(" ")
+            for cell in cells.split(","):
+                status, code = cell.split()
+                for many in (False, True):
+                    with self.subTest(verdict=verdict, status=status, many=many):
+                        self.check(verdict, status, int(code), many)
+
+    def check(self, verdict, status, code, many):
+        id_ = self.message(status)
+        if many:
+            got, answer = self.post(f"/fila/{verdict}", {"ids": [id_]})
+            self.assertEqual(200, got)
+            self.assertEqual(code == 200, answer["ids"] == [id_])
+            self.assertEqual(
+                code == 409, [i["id"] for i in answer["ignorados"]] == [id_]
+            )
+        else:
+            self.assertEqual(code, self.settle(id_, verdict))
+        after = dict(self.AFTER).get(verdict, verdict) if code == 200 else status
+        self.assertEqual(after, self.row(id_)["status"])
+        self.store.delete(id_)
+
+    def test_unknown_ids(self):
+        for verdict in ("processado", "erro", "devolver", "estender", "reenviar"):
+            self.assertEqual(404, self.settle(99999, verdict))
+
+    def test_the_fence_refuses_whoever_was_overtaken(self):
+        self.send()
+        self.claim()
+        self.clock.now += 600
+        self.assertEqual(200, self.settle(1, "processado?tentativa=1"))  # nobody has it
+        self.settle(1, "reenviar")
+        self.claim()
+        self.clock.now += 600
+        self.claim()
+        for verdict in ("processado", "erro", "devolver", "estender"):
+            self.assertEqual(409, self.settle(1, f"{verdict}?tentativa=1"))
+            _, answer = self.post(f"/fila/{verdict}?tentativa=1", {"ids": [1]})
+            self.assertIn("tentativa 2", answer["ignorados"][0]["motivo"])
+        self.assertEqual("processando", self.row(1)["status"])
+        self.assertEqual(200, self.settle(1, "processado?tentativa=2"))
+        self.assertEqual(200, self.settle(1, "processado?tentativa=2"))
+
+    def test_a_fence_that_is_no_number_does_nothing(self):
+        self.send()
+        self.claim()
+        for text in ("abc", "", "-1", "1.0"):
+            self.assertEqual(400, self.settle(1, f"processado?tentativa={text}"))
+        self.assertEqual("processando", self.row(1)["status"])
+
+    def test_replay_starts_from_the_beginning(self):
+        id_ = self.message("erro")
+        self.assertEqual(200, self.settle(id_, "reenviar"))
+        row = self.row(id_)
+        self.assertEqual(
+            (0, 0, None, None),
+            (row["attempts"], row["lost"], row["settled_at"], row["reason"]),
+        )
+        self.assertEqual(1, self.claim()[0]["tentativa"])
+
+    def test_extending_counts_from_now(self):
+        self.send()
+        self.claim()
+        self.clock.now += 500
+        self.assertEqual(200, self.settle(1, "estender?segundos=1000"))
+        self.clock.now += 999
+        self.assertEqual([], self.claim())
+        self.clock.now += 1
+        self.assertEqual(1, len(self.claim()))
+
+
+class BatchTest(QueueCase):
+    def test_it_tells_which_were_not_settled_and_why(self):
+        self.messages(3)
+        self.claim("?limite=2")
+        self.settle(2, "processado")
+        status, answer = self.post(
+            "/fila/erro", {"ids": [3, 2, 1, 9, 1], "motivo": "x"}
+        )
+        self.assertEqual(
+            (200, "erro", [3, 1]), (status, answer["status"], answer["ids"])
+        )
+        reasons = {item["id"]: item["motivo"] for item in answer["ignorados"]}
+        self.assertEqual({2, 9}, reasons.keys())
+        self.assertIn("processado", reasons[2])
+        self.assertIn("não encontrada", reasons[9])
+        self.assertEqual("x", self.row(1)["reason"])
+
+    def test_malformed_is_400_without_effect(self):
+        self.messages(1)
+        self.claim()
+        for body in (
+            *(b"", b"[1]", b"{}", b'{"ids":1}', b'{"ids":[1', b'{"ids":[1,"a"]}'),
+            *(b'{"ids":[1.5]}', b'{"ids":[true]}', b'{"ids":[null]}', b"\xff"),
+            *(b'{"ids":[[1]]}', b"[" * 9999, b'{"ids":["1_0"]}'),
+            json.dumps({"ids": [1] * 1001}).encode(),
+        ):
+            for verdict in ("processado", "erro", "devolver", "estender", "reenviar"):
+                self.assertEqual(
+                    400, self.call("POST", f"/fila/{verdict}", body)[0], body
+                )
+        self.assertEqual("processando", self.row(1)["status"])
+
+    def test_a_thousand_in_one_transaction(self):
+        with self.store.transaction():
+            for _ in range(1000):
+                self.store.webhook(b"{}")
+        statements = []
+        self.store._db.set_trace_callback(statements.append)
+        _, answer = self.post("/fila/processado", {"ids": list(range(1, 1001))})
+        self.store._db.set_trace_callback(None)
+        self.assertEqual(1000, len(answer["ids"]))
+        self.assertEqual(1, statements.count("COMMIT"))
+
+    def test_ids_may_be_text_and_beyond_what_a_row_can_have(self):
+        self.messages(1)
+        _, answer = self.post("/fila/processado", {"ids": ["1", 10**29, -5]})
+        self.assertEqual([1], answer["ids"])
+        self.assertEqual([10**29, -5], [item["id"] for item in answer["ignorados"]])
+
+    def test_replay_by_filter(self):
+        for source in (None, "a", "b"):
+            for _ in range(3):
+                self.store.webhook(b"{}", source=source)
+        self.post("/fila/erro", {"ids": [1, 2, 4, 5, 7, 8]})
+        self.settle(9, "processado")
+        for query, ids in (
+            ("?status=erro&fonte=a&ate=4", [4]),
+            ("?status=erro&fonte=a", [5]),
+            ("?status=erro&ate=2", [1, 2]),
+            ("?status=erro", [7, 8]),
+            ("?status=processado", [9]),
+        ):
+            _, answer = self.post("/fila/reenviar" + query)
+            self.assertEqual(len(ids), answer["quantidade"], query)
+            self.assertFalse(answer["mais"])
+            for id_ in ids:
+                self.assertEqual("pendente", self.row(id_)["status"])
+        for status in ("pendente", "processando", "x", ""):
+            self.assertEqual(400, self.post(f"/fila/reenviar?status={status}")[0])
+
+    def test_replay_of_very_many_says_that_there_are_more(self):
+        self.messages(3)
+        self.post("/fila/erro", {"ids": [1, 2, 3]})
+        with mock.patch.object(buffer.App, "MANY", 2):
+            answers = [self.post("/fila/reenviar?status=erro")[1] for _ in range(2)]
+        self.assertEqual(
+            [(2, True), (1, False)], [(a["quantidade"], a["mais"]) for a in answers]
+        )
+
+
+class DevolverTest(QueueCase):
+    def test_it_comes_back_after_the_delay(self):
+        self.send()
+        self.claim()
+        self.assertEqual(200, self.settle(1, "devolver?em=90", b"busy"))
+        self.assertEqual("busy", self.row(1)["reason"])
+        self.clock.now += 89
+        self.assertEqual([], self.claim())
+        self.clock.now += 1
+        self.assertEqual(2, self.claim()[0]["tentativa"])
+
+    def test_em_0_is_at_once(self):
+        self.send()
+        self.claim()
+        self.settle(1, "devolver?em=0")
+        self.assertEqual(1, len(self.claim()))
+
+    def test_backoff_doubles_up_to_an_hour_with_a_jitter_of_a_fifth(self):
+        self.open(BACKOFF="30", MAX_ATTEMPTS="30")
+        self.send()
+        seen = set()
+        for attempt in range(1, 25):
+            self.claim()
+            self.settle(1, "devolver")
+            until = datetime.datetime.fromisoformat(
+                self.row(1)["available_at"] + "+00:00"
+            )
+            delay = until.timestamp() - self.clock.now
+            base = min(3600, 30 * 2 ** (attempt - 1))
+            self.assertTrue(0.8 * base - 1 <= delay <= 1.2 * base + 1, (attempt, delay))
+            seen.add(round(delay / base, 2))
+            self.clock.now += delay
+        self.assertGreater(len(seen), 5)
+
+    def test_a_delayed_message_keeps_its_place(self):
+        self.messages(3)
+        self.claim("?limite=2")
+        self.settle(1, "devolver?em=10")
+        self.settle(2, "devolver?em=5")
+        self.clock.now += 10
+        self.assertEqual([1, 2, 3], [item["id"] for item in self.claim()])
+
+
+class AttemptsTest(QueueCase):
+    settings = (("MAX_ATTEMPTS", "3"),)
+
+    def test_used_up_by_leases(self):
+        self.send()
+        for attempt in (1, 2, 3):
+            self.assertEqual(attempt, self.claim()[0]["tentativa"])
+            self.clock.now += 600
+        self.assertEqual([], self.claim())
+        [item] = self.get("/fila?status=erro")
+        self.assertEqual("prazo esgotado na última tentativa", item["motivo"])
+
+    def test_used_up_by_devolver(self):
+        self.send()
+        for _ in range(3):
+            self.claim()
+            status, answer = self.post("/fila/1/devolver?em=0")
+        self.assertEqual((200, "erro"), (status, answer["status"]))
+        self.assertIn("última tentativa", self.row(1)["reason"])
+
+    def test_the_last_reason_given_is_kept(self):
+        self.send()
+        for number in range(3):
+            self.claim()
+            self.settle(1, "devolver?em=0", b"reason %d" % number)
+        self.assertEqual(
+            ("erro", "reason 2"), (self.row(1)["status"], self.row(1)["reason"])
+        )
+
+    def test_a_claim_never_goes_past_them(self):
+        self.send()
+        self.store._run("UPDATE fila SET attempts = 3")
+        self.assertEqual([], self.claim())
+        self.open()  # as when MAX_ATTEMPTS was lowered
+        self.assertEqual("erro", self.row(1)["status"])
+
+    def test_the_timer_sees_it_too(self):
+        self.send()
+        self.store._run("UPDATE fila SET attempts = 2")
+        self.claim()
+        self.clock.now += 600
+        buffer.Housekeeper(self.configured, self.store).tidy()
+        self.assertEqual("erro", self.row(1)["status"])
+
+
+class PoisonTest(QueueCase):
+    """A consumer dies of one message; nobody knows of which."""
+
+    def run_consumer(self, count, limit, poison):
+        self.messages(count)
+        claims = []
+        while self.rows(
+            "SELECT 1 FROM fila WHERE status IN ('pendente', 'processando')"
+        ):
+            batch = self.claim(f"?limite={limit}")
+            claims.append([item["id"] for item in batch])
+            if any(item["payload"] in poison for item in batch) or not batch:
+                self.clock.now += 600
+            else:
+                self.post("/fila/processado", {"ids": claims[-1]})
+        status = {row["id"] - 1: row["status"] for row in self.rows()}
+        self.assertEqual(set(poison), {n for n, s in status.items() if s == "erro"})
+        self.assertEqual(count - len(poison), list(status.values()).count("processado"))
+        return claims
+
+    def test_one_among_50_reaches_erro_alone(self):
+        claims = self.run_consumer(50, 50, {17})
+        self.assertLess(len(claims), 40)
+
+    def test_with_few_attempts_the_last_one_is_alone(self):
+        for most in ("2", "3", "4"):
+            self.store.close()
+            (self.folder / "b.sqlite").unlink()
+            self.open(MAX_ATTEMPTS=most)
+            self.run_consumer(50, 50, {17})
+
+    def test_several_and_a_full_batch(self):
+        self.run_consumer(500, 500, {0, 250, 499})
+
+    def test_claims_of_suspects_are_half_as_big_and_without_fresh_ones(self):
+        self.messages(12)
+        self.claim("?limite=8")
+        self.clock.now += 600
+        sizes = [[item["id"] for item in self.claim()] for _ in range(3)]
+        self.assertEqual([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], sizes)
+        self.clock.now += 600
+        self.assertEqual([1, 2], [item["id"] for item in self.claim()])
+
+    def test_what_was_returned_by_hand_is_no_suspect(self):
+        self.messages(4)
+        self.claim()
+        self.post("/fila/devolver?em=0", {"ids": [1, 2, 3, 4]})
+        self.assertEqual(4, len(self.claim()))
+
+
+class ClaimOptionsTest(QueueCase):
+    def test_reserva_sets_this_lease(self):
+        self.send()
+        self.claim("?reserva=30")
+        self.clock.now += 30
+        self.assertEqual(1, len(self.claim()))
+
+    def test_max_bounds_what_is_in_work(self):
+        self.messages(10)
+        self.assertEqual(3, len(self.claim("?max=3")))
+        self.assertEqual(0, len(self.claim("?max=3")))
+        self.settle(1, "processado")
+        self.assertEqual(1, len(self.claim("?max=3")))
+        self.assertEqual(2, len(self.claim("?max=5&limite=4")))
+        self.assertEqual(0, len(self.claim("?max=0")))
+        self.clock.now += 600
+        self.assertGreater(len(self.claim("?max=3")), 0)
+
+    def test_fonte_takes_only_that_source(self):
+        for source in (None, "a", "b", "a"):
+            self.store.webhook(b"{}", source=source)
+        self.assertEqual([2, 4], [item["id"] for item in self.claim("?fonte=a")])
+        self.assertEqual([], self.claim("?fonte=x"))
+        self.assertEqual([1, 3], [item["id"] for item in self.claim()])
+
+    def test_formato_n8n(self):
+        self.send(b'{"a":1.10}', "/webhook/x?q=1", CONTENT_TYPE="application/json")
+        self.send(b"a=1&b=%C3%A9&b=2", CONTENT_TYPE="application/x-www-form-urlencoded")
+        self.send(b"text")
+        self.store._run("INSERT INTO fila (payload, size) VALUES ('{}', 2)")
+        first, form, text, old = self.claim("?formato=n8n")
+        keys = {"id", "tentativa", "headers", "params", "query", "body"}
+        for item in (first, form, text, old):
+            self.assertEqual(keys, item.keys())
+        self.assertEqual(({"a": 1.1}, {"q": "1"}), (first["body"], first["query"]))
+        self.assertEqual("application/json", first["headers"]["content-type"])
+        self.assertEqual({"a": "1", "b": ["é", "2"]}, form["body"])
+        self.assertEqual("text", text["body"])
+
+    def test_a_form_is_kept_as_its_raw_text(self):
+        self.send(b"a=1&b=%C3%A9", CONTENT_TYPE="application/x-www-form-urlencoded")
+        self.assertEqual("a=1&b=%C3%A9", self.claim()[0]["payload"])
+
+    def test_a_webhook_token_may_none_of_this(self):
+        self.open(WEBHOOK_TOKEN="only-for-sending")
+        self.send(token="only-for-sending")
+        for path, method, _, right in buffer.ROUTES:
+            if right is buffer.CONSUMER:
+                url = path.replace("{id}", "1")
+                status, _ = self.call(method, url, token="only-for-sending")
+                self.assertEqual(401, status, url)
+        self.assertEqual("pendente", self.row(1)["status"])
+
+
+class ListTest(QueueCase):
+    def setUp(self):
+        super().setUp()
+        for number in range(8):
+            self.store.webhook(b"%d" % number, source="a" if number % 2 else None)
+        self.claim("?limite=5")
+        self.settle(1, "processado")
+        self.settle(2, "erro", b"bad")
+        self.settle(3, "devolver?em=60")
+
+    def ids(self, query=""):
+        return [item["id"] for item in self.get(f"/fila{query}")]
+
+    def test_by_status_source_and_id(self):
+        for query, expected in (
+            ("", [1, 2, 3, 4, 5, 6, 7, 8]),
+            ("?status=pendente", [3, 6, 7, 8]),
+            ("?status=processando", [4, 5]),
+            ("?status=processado", [1]),
+            ("?status=erro", [2]),
+            ("?fonte=a", [2, 4, 6, 8]),
+            ("?fonte=a&status=pendente", [6, 8]),
+            ("?limite=3", [1, 2, 3]),
+            ("?limite=3&depois=3", [4, 5, 6]),
+            ("?depois=8", []),
+            ("?status=pendente&limite=2", [3, 6]),
+            ("?status=pendente&depois=3&limite=1", [6]),
+        ):
+            self.assertEqual(expected, self.ids(query), query)
+        self.assertEqual(400, self.call("GET", "/fila?status=x")[0])
+
+    def test_it_shows_status_reason_and_times(self):
+        done, failed, delayed, leased = self.get("/fila?limite=4")
+        self.assertEqual(
+            ("processado", "2027-01-15T08:00:00Z"),
+            (done["status"], done["resolvido_em"]),
+        )
+        self.assertEqual(("erro", "bad"), (failed["status"], failed["motivo"]))
+        self.assertEqual("2027-01-15T08:01:00Z", delayed["disponivel_em"])
+        self.assertEqual("2027-01-15T08:10:00Z", leased["reservado_ate"])
+        self.assertNotIn("motivo", leased)
+
+    def test_looking_changes_nothing(self):
+        before = [tuple(row) for row in self.rows()]
+        self.ids()
+        self.get("/fila/1?completo=1")
+        self.clock.now += 10000
+        self.ids("?status=pendente")
+        self.assertEqual(before, [tuple(row) for row in self.rows()])
+
+    def test_a_long_payload_is_cut_in_lists(self):
+        text = "é" * 3000
+        for body in (json.dumps({"a": text}).encode(), text.encode(), b"\xff" * 3000):
+            self.send(body)
+        cut = self.get("/fila?depois=8")
+        self.assertEqual([True] * 3, [item["cortado"] for item in cut])
+        self.assertEqual([18009, 6000, 3000], [item["tamanho"] for item in cut])
+        self.assertTrue(cut[0]["payload"].startswith('{"a": "'))
+        self.assertTrue(text.startswith(cut[1]["payload"]))
+        self.assertEqual(b"\xff" * 2048, base64.b64decode(cut[2]["payload"]))
+        whole = self.get("/fila?depois=8&completo=1")
+        self.assertEqual({"a": text}, whole[0]["payload"])
+        self.assertNotIn("cortado", whole[0])
+        self.assertEqual(text, self.get("/fila/10")["payload"])
+
+    def test_one(self):
+        self.assertEqual("bad", self.get("/fila/2")["motivo"])
+        self.assertEqual(404, self.call("GET", "/fila/99")[0])
+        self.assertEqual(400, self.call("GET", "/fila/abc")[0])
+
+    def test_methods(self):
+        for url, method, allow in (
+            ("/fila/1", "PUT", "GET, DELETE"),
+            ("/fila", "POST", "GET"),
+            ("/fila/pegar", "GET", "POST"),
+            ("/fila/processado", "DELETE", "POST"),
+        ):
+            self.assertEqual(405, self.call(method, url)[0])
+            self.assertEqual(allow, self.answered["Allow"])
+
+    def test_erasing_removes_the_row_and_its_bytes(self):
+        self.send(b'"a secret that must go"')
+        self.assertEqual((204, ""), self.call("DELETE", "/fila/9"))
+        self.assertEqual(404, self.call("DELETE", "/fila/9")[0])
+        self.assertEqual(404, self.call("GET", "/fila/9")[0])
+        for file in self.folder.iterdir():
+            self.assertNotIn(b"a secret that must go", file.read_bytes(), file)
+
+
+class Model:
+    """The life of messages, in plain Python: what buffer.py must do, step by step."""
+
+    def __init__(self, test, most=4, lease=600):
+        self.test, self.most, self.lease = test, most, lease
+        self.messages = {}
+        self.count = 0
+
+    @property
+    def now(self):
+        return self.test.clock.now
+
+    def step(self, random):
+        steps = (
+            self.send,
+            self.claim,
+            self.claim,
+            self.settle,
+            self.settle_many,
+            self.settle,
+            self.wait,
+            self.erase,
+            self.replay,
+        )
+        random.choice(steps)(random)
+        self.compare()
+
+    def send(self, random):
+        for _ in range(random.randint(1, 3)):
+            source = random.choice([None, "a"])
+            self.test.store.webhook(b"{}", source=source)
+            self.count += 1
+            self.messages[self.count] = {
+                "status": "pendente",
+                "attempts": 0,
+                "lost": 0,
+                "due": 0,
+                "until": 0,
+                "source": source,
+            }
+
+    def leases_end(self):
+        for message in self.messages.values():
+            if message["status"] == "processando" and message["until"] <= self.now:
+                used_up = message["attempts"] >= self.most
+                message["status"] = "erro" if used_up else "pendente"
+                message.update(lost=message["batch"], due=0)
+
+    def claim(self, random):
+        limit, lease = random.randint(1, 6), random.choice([60, 600])
+        source, most = random.choice([None, None, "a"]), random.choice([None, 3])
+        query = f"?limite={limit}&reserva={lease}"
+        query += f"&fonte={source}" if source else ""
+        query += f"&max={most}" if most else ""
+        self.leases_end()
+        busy = sum(m["status"] == "processando" for m in self.messages.values())
+        if most:
+            limit = min(limit, most - busy)
+        expected = self.batch(max(limit, 0), source)
+        got = [item["id"] for item in self.test.claim(query)]
+        self.test.assertEqual(expected, got)
+        for id_ in got:
+            message = self.messages[id_]
+            self.test.assertLess(message["attempts"], self.most)
+            message.update(status="processando", until=self.now + lease, batch=len(got))
+            message["attempts"] += 1
+
+    def batch(self, limit, source):
+        due = [
+            (id_, m)
+            for id_, m in sorted(self.messages.items())
+            if m["status"] == "pendente"
+            and m["due"] <= self.now
+            and source in (None, m["source"])
+        ][: 2 * limit]
+        if not due or not limit:
+            return []
+        first = due[0][1]
+        due = [(id_, m) for id_, m in due if bool(m["lost"]) == bool(first["lost"])]
+        if first["lost"]:
+            last = first["attempts"] + 1 >= self.most
+            limit = min(limit, 1 if last else max(1, first["lost"] // 2))
+            if limit > 1:
+                due = [
+                    (id_, m)
+                    for id_, m in due
+                    if m["lost"] // 2 >= limit and m["attempts"] + 1 < self.most
+                ]
+        return [id_ for id_, _ in due[:limit]]
+
+    def verdict(self, verdict, id_, attempt, delay):
+        """The status code and the change of one verdict, after the table."""
+        message = self.messages.get(id_)
+        if message is None:
+            return 404
+        status = message["status"]
+        if attempt is not None and attempt != message["attempts"]:
+            return 409
+        if verdict == "processado":
+            message["status"] = "processado"
+        elif verdict == "erro":
+            if status == "processado":
+                return 409
+            message["status"] = "erro"
+        elif verdict == "devolver":
+            if status in ("processado", "erro"):
+                return 409
+            if status == "processando":
+                used_up = message["attempts"] >= self.most
+                message["status"] = "erro" if used_up else "pendente"
+                message.update(due=self.now + delay, lost=0)
+        elif verdict == "estender":
+            if status != "processando":
+                return 409
+            message["until"] = self.now + delay
+        elif status == "processando":
+            return 409
+        elif status != "pendente":
+            message.update(status="pendente", attempts=0, lost=0, due=0)
+        return 200
+
+    VERDICTS = ("processado", "erro", "devolver", "estender", "reenviar")
+
+    def settle(self, random):
+        verdict, delay = random.choice(self.VERDICTS), random.choice([1, 90, 700])
+        id_ = random.randint(1, self.count + 1)
+        attempt = random.choice([None, None, 1, 2])
+        query = f"?em={delay}&segundos={delay}"
+        query += f"&tentativa={attempt}" if attempt else ""
+        expected = self.verdict(verdict, id_, attempt, delay)
+        self.test.assertEqual(expected, self.test.settle(id_, verdict + query))
+
+    def settle_many(self, random):
+        verdict, delay = random.choice(self.VERDICTS), random.choice([1, 90, 700])
+        ids = random.sample(range(1, self.count + 2), min(5, self.count + 1))
+        good = [id_ for id_ in ids if self.verdict(verdict, id_, None, delay) == 200]
+        url = f"/fila/{verdict}?em={delay}&segundos={delay}"
+        self.test.assertEqual(good, self.test.post(url, {"ids": ids})[1]["ids"])
+
+    def wait(self, random):
+        self.test.clock.now += random.choice([1, 30, 60, 600])
+
+    def erase(self, random):
+        id_ = random.randint(1, self.count + 1)
+        expected = 204 if self.messages.pop(id_, None) else 404
+        self.test.assertEqual(expected, self.test.call("DELETE", f"/fila/{id_}")[0])
+
+    def replay(self, random):
+        source = random.choice([None, "a"])
+        ids = [
+            id_
+            for id_, m in self.messages.items()
+            if m["status"] == "erro" and source in (None, m["source"])
+        ]
+        for id_ in ids:
+            self.verdict("reenviar", id_, None, 0)
+        query = f"&fonte={source}" if source else ""
+        answer = self.test.post(f"/fila/reenviar?status=erro{query}")[1]
+        self.test.assertEqual(len(ids), answer["quantidade"])
+
+    def compare(self):
+        """What stands in the file is what stands here: none lost, none invented."""
+        ours = {id_: (m["status"], m["attempts"]) for id_, m in self.messages.items()}
+        rows = self.test.store._run("SELECT id, status, attempts FROM fila")
+        theirs = {row["id"]: (row["status"], row["attempts"]) for row in rows}
+        self.test.assertEqual(ours, theirs)
+
+
+class ModelTest(QueueCase):
+    settings = (("MAX_ATTEMPTS", "4"),)
+
+    def walk(self, seed, steps):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open()
+        self.store._run("PRAGMA synchronous = OFF")
+        random, model, reached = Random(seed), Model(self), set()
+        try:
+            for _ in range(steps):
+                model.step(random)
+                reached |= {m["status"] for m in model.messages.values()}
+        except AssertionError:
+            print(f"seed {seed}")
+            raise
+        self.assertEqual(set(buffer.STATUSES), reached)
+
+    def test_random_walks(self):
+        for seed in range(20 if "--all" in sys.argv else 3):
+            with self.subTest(seed=seed):
+                self.walk(seed, 700)
+
+    def test_hypothesis_walks(self):
+        try:
+            from hypothesis import HealthCheck, settings, stateful, strategies
+        except ImportError:
+            self.skipTest("hypothesis is not installed")
+        test = self
+
+        class Machine(stateful.RuleBasedStateMachine):
+            def __init__(self):
+                super().__init__()
+                test.store._run("DELETE FROM fila")
+                test.store._run("DELETE FROM sqlite_sequence")
+                self.model = Model(test)
+
+            @stateful.rule(random=strategies.randoms())
+            def step(self, random):
+                self.model.step(random)
+
+        self.store._run("PRAGMA synchronous = OFF")
+        options = {"max_examples": 30, "stateful_step_count": 40, "deadline": None}
+        checks = list(HealthCheck)
+        stateful.run_state_machine_as_test(
+            Machine,
+            settings=settings(suppress_health_check=checks, database=None, **options),
+        )
+
+
+class LongPollTest(Loop):
+    """A consumer that waits holds no thread and no transaction."""
+
+    def wait(self, query="?espera=60"):
+        client = self.client(http_post(b"", path=f"/fila/pegar{query}"))
+        self.turn(2)
+        return client
+
+    def items(self, client):
+        """What the client was given; None while it waits."""
+        data = self.heard(client)
+        return json.loads(data.partition(b"\r\n\r\n")[2]) if data else None
+
+    def test_it_is_answered_in_the_round_in_which_a_message_arrives(self):
+        waiting = self.wait()
+        self.assertIsNone(self.items(waiting))
+        sender = self.client(http_post(b"[1]"))
+        self.turn(2)
+        self.assertTrue(self.heard(sender).startswith(b"HTTP/1.1 200"))
+        self.assertEqual([[1]], [item["payload"] for item in self.items(waiting)])
+
+    def test_a_message_in_the_same_round_as_the_claim(self):
+        claim = http_post(b"", path="/fila/pegar?espera=60")
+        waiting, sender = self.client(claim), self.client(http_post())
+        self.turn(3)
+        self.heard(sender)
+        self.assertEqual(1, len(self.items(waiting)))
+
+    def test_when_there_is_something_it_does_not_wait(self):
+        self.store.webhook(b"{}")
+        self.assertEqual(1, len(self.items(self.wait())))
+
+    def test_in_the_order_in_which_they_came(self):
+        clients = [self.wait("?espera=60&limite=1") for _ in range(3)]
+        for body in (b"1", b"2"):
+            self.ask(http_post(body))
+        got = [self.items(client) for client in clients]
+        self.assertEqual([1, 2], [items[0]["payload"] for items in got[:2]])
+        self.assertIsNone(got[2])
+
+    def test_they_go_on_using_their_connections(self):
+        waiting = self.wait()
+        for body in (b"1", b"2"):
+            self.ask(http_post(body))
+            self.assertEqual(int(body), self.items(waiting)[0]["payload"])
+            waiting.sendall(http_post(b"", path="/fila/pegar?espera=60"))
+            self.turn(2)
+
+    def test_what_falls_due_is_given_out(self):
+        self.store.webhook(b"{}")
+        self.store.pegar(1, 600, 100)
+        self.store.devolver([1], delay=30)
+        waiting = self.wait()
+        self.clock.now += 29
+        self.server.each_second(0)
+        self.assertIsNone(self.items(waiting))
+        self.clock.now += 1
+        self.server.each_second(0)
+        self.assertEqual(2, self.items(waiting)[0]["tentativa"])
+
+    def test_a_lease_that_ends_and_room_under_max(self):
+        self.store.webhook(b"{}")
+        self.store.webhook(b"{}")
+        self.store.pegar(1, 600, 100)
+        waiting = self.wait("?espera=60&max=1")
+        self.assertIsNone(self.items(waiting))
+        self.ask(http_post(b"", path="/fila/1/processado"))
+        self.assertEqual(2, self.items(waiting)[0]["id"])
+
+    def test_each_waits_for_its_own(self):
+        other, mine = self.wait("?espera=60&fonte=b"), self.wait("?espera=60&fonte=a")
+        with self.store.transaction():
+            self.store.webhook(b"{}", source="a")
+        self.server.each_second(0)
+        self.assertIsNone(self.items(other))
+        self.assertEqual("a", self.items(mine)[0]["fonte"])
+        self.store.webhook(b"{}", source="b")
+        late = self.wait("?espera=60&fonte=b")
+        self.assertEqual("b", self.items(other)[0]["fonte"])
+        self.assertIsNone(self.items(late))
+
+    def test_at_its_end_it_gets_nothing(self):
+        waiting = self.wait("?espera=5")
+        [channel] = self.server.rounds.parked
+        self.assertAlmostEqual(time.monotonic() + 5, channel.until, delta=1)
+        self.server.rounds.expire(channel.until - 0.01)
+        self.assertIsNone(self.items(waiting))
+        self.server.rounds.expire(channel.until)
+        self.assertEqual([], self.items(waiting))
+        self.assertEqual([], self.server.rounds.parked)
+
+    def test_no_longer_than_a_minute(self):
+        self.wait("?espera=99999")
+        [channel] = self.server.rounds.parked
+        self.assertLess(channel.until - time.monotonic(), 61)
+
+    def test_when_the_server_stops_it_gets_nothing(self):
+        waiting = self.wait()
+        self.server.QUIET = 0
+        self.server.drain()
+        self.assertEqual([], self.items(waiting))
+
+    def test_a_client_that_has_hung_up_is_given_nothing(self):
+        gone, alive = self.wait(), self.wait()
+        gone.close()
+        self.ask(http_post(b"1"))
+        self.assertEqual(1, self.items(alive)[0]["payload"])
+        self.assertEqual([], self.server.rounds.parked)
+        self.assertEqual(1, self.rows()[0]["attempts"])
+
+    def test_when_the_commit_fails_nobody_is_given_anything(self):
+        waiting = self.wait()
+        sender = self.client(http_post())
+        self.turn()
+        good, self.store._db = self.store._db, Faulty(self.store._db, "COMMIT")
+        self.turn()
+        self.store._db = good
+        for client in (waiting, sender):
+            self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 503"))
+        self.assertEqual([], self.rows())
+        self.assertEqual([], self.server.rounds.parked)
+
+    def test_those_who_wait_cost_senders_nothing(self):
+        def statements():
+            seen = []
+            sender = self.client(http_post())
+            self.turn()
+            self.store._db.set_trace_callback(seen.append)
+            self.turn()
+            self.store._db.set_trace_callback(None)
+            self.heard(sender)
+            return len(seen)
+
+        alone = statements()
+        self.store._run("DELETE FROM fila")
+        clients = [self.wait() for _ in range(200)]
+        polled = len(self.server.map)
+        self.assertLess(polled, 10)  # the loop does not look at them
+        self.assertLess(statements(), alone + 25)
+        self.assertEqual(1, sum(self.items(client) is not None for client in clients))
+
+    def test_too_many_are_answered_at_once(self):
+        with mock.patch.object(buffer.Rounds, "PARKED", 1):
+            self.wait()
+            self.assertEqual([], self.items(self.wait()))
+
+
+class LongPollElsewhereTest(QueueCase):
+    def test_under_another_server_it_returns_at_once(self):
+        self.assertEqual([], self.claim("?espera=60"))
+
+
+class ConsumersTest(unittest.TestCase):
+    """Many at once, on a real server."""
+
+    def test_n8n_settles_50_in_parallel_and_repeats_them_all(self):
+        with Service() as service:
+            for _ in range(50):
+                service.call("POST", "/webhook", b"{}")
+            items = json.loads(service.call("POST", "/fila/pegar")[2])
+            for _ in range(2):
+                codes = self.at_once(
+                    lambda item: service.call("POST", f"/fila/{item['id']}/processado")[
+                        0
+                    ],
+                    items,
+                )
+                self.assertEqual([200] * 50, codes)
+
+    def at_once(self, function, items):
+        with concurrent.futures.ThreadPoolExecutor(len(items)) as pool:
+            return list(pool.map(function, items))
+
+    def test_a_claim_lost_on_its_way_comes_back(self):
+        with Service(LEASE=1) as service:
+            service.call("POST", "/webhook", b"{}")
+            client = socket.create_connection(("127.0.0.1", service.port))
+            client.sendall(http_post(b"", path="/fila/pegar"))
+            client.recv(1)
+            client.close()
+            answer = service.call("POST", "/fila/pegar?espera=10")[2]
+            self.assertEqual(2, json.loads(answer)[0]["tentativa"])
+
+    @long
+    def test_8_consumers_that_crash_at_random_lose_nothing(self):
+        count, lease, log = 400, 2, []
+        with Service(MAX_ATTEMPTS=50) as service:
+            for number in range(count):
+                service.call("POST", "/webhook", b"%d" % number)
+
+            def consume(seed):
+                random = Random(seed)
+                query = f"?limite=9&reserva={lease}&espera=4"
+                while True:
+                    began = time.monotonic()
+                    items = json.loads(service.call("POST", f"/fila/pegar{query}")[2])
+                    if not items:
+                        return
+                    ended = time.monotonic()
+                    crash = random.random() < 0.2
+                    log.extend((i["id"], i["tentativa"], began, ended) for i in items)
+                    if not crash:
+                        ids = json.dumps({"ids": [i["id"] for i in items]}).encode()
+                        service.call("POST", "/fila/processado", ids)
+
+            self.at_once(consume, range(8))
+            listed = json.loads(service.call("GET", "/fila?limite=500")[2])
+        self.assertEqual({"processado"}, {item["status"] for item in listed})
+        self.assertEqual(count, len(listed))
+        self.assertEqual(len(log), len({(id_, attempt) for id_, attempt, *_ in log}))
+        claims = collections.defaultdict(list)
+        for id_, attempt, began, ended in log:
+            claims[id_].append((attempt, began, ended))
+        for times in claims.values():
+            times.sort()
+            for (_, began, _), (_, _, ended) in itertools.pairwise(times):
+                self.assertGreaterEqual(ended - began, lease)
 
 
 class HealthTest(Case):
