@@ -993,8 +993,8 @@ standardwebhooks webhook-signature {h:webhook-id}.{t:webhook-timestamp}.{body} w
 svix             svix-signature {h:svix-id}.{t:svix-timestamp}.{body} svix-id
 slack            X-Slack-Signature v0:{t:X-Slack-Request-Timestamp}:{body} $.event_id
 shopify          X-Shopify-Hmac-Sha256 {body} X-Shopify-Webhook-Id
-woocommerce      X-WC-Webhook-Signature {body} X-WC-Webhook-Delivery-ID
-mercadopago      x-signature [id:{q:data.id:lower};][request-id:{h:x-request-id};]ts:{t}; $.id
+woocommerce      X-WC-Webhook-Signature {body} -
+mercadopago      x-signature [id:{q:data.id};][request-id:{h:x-request-id};]ts:{t};||[id:{q:data.id:lower};][request-id:{h:x-request-id};]ts:{t}; $.id
 twilio           X-Twilio-Signature sha1:{url}{form} I-Twilio-Idempotency-Token
 telegram         X-Telegram-Bot-Api-Secret-Token - $.update_id
 gitlab           X-Gitlab-Token - Idempotency-Key
@@ -1005,7 +1005,7 @@ typeform         Typeform-Signature {body} $.event_id
 paddle           Paddle-Signature {t}:{body} $.event_id
 calendly         Calendly-Webhook-Signature {t}.{body} -
 square           x-square-hmacsha256-signature {url}{body} $.event_id
-hubspot          X-HubSpot-Signature-v3 {method}{url}{body}{t:X-HubSpot-Request-Timestamp} $.0.eventId
+hubspot          X-HubSpot-Signature-v3 {method}{url}{body}{t:X-HubSpot-Request-Timestamp} -
 zoom             x-zm-signature v0:{t:x-zm-request-timestamp}:{body} -
 razorpay         X-Razorpay-Signature {body} X-Razorpay-Event-Id
 linear           Linear-Signature {body} Linear-Delivery
@@ -1419,7 +1419,7 @@ class Request:
         named = {header_name(key): value for key, value in self.environ.items()}
         named.pop(None, None)
         if self.source and not self.source.templates:  # it holds the secret itself
-            named.pop(self.source.header.lower(), None)
+            named.pop(self.source.header.lower().replace("_", "-"), None)
         if self.content is not self.raw:
             named.pop("content-encoding")
             named["content-length"] = str(len(self.content))
@@ -1427,7 +1427,10 @@ class Request:
 
     def kept_query(self):
         """The query as a JSON object or None."""
-        return flat(self.query)
+        query = self.query
+        if self.source and not self.source.templates:
+            query = {k: v for k, v in query.items() if f"?{k}" != self.source.header}
+        return flat(query)
 
 
 def flat(query):

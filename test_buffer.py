@@ -768,7 +768,13 @@ class SourceTest(SourceCase):
     def test_a_plain_secret_is_not_kept_with_the_message(self):
         headers = {"HTTP_X_TELEGRAM_BOT_API_SECRET_TOKEN": "telegram-secret"}
         self.assertEqual(200, self.signed("/webhook/telegram", b"{}", headers))
-        self.assertNotIn("telegram-secret", self.rows()[0]["headers"])
+        self.open(
+            SECRET_X="hidden", SIGN_X="?key - -", SECRET_Y="hidden", SIGN_Y="X_Y - -"
+        )
+        self.assertEqual(200, self.signed("/webhook/x?key=hidden&a=1", b"{}", {}))
+        self.assertEqual(200, self.signed("/webhook/y", b"{}", {"HTTP_X_Y": "hidden"}))
+        for row in self.rows():
+            self.assertNotRegex(f"{row['headers']}{row['query']}", "hidden|telegram-s")
 
     def test_refusals_are_counted_by_source_and_reason(self):
         body = b"{}"
