@@ -163,8 +163,10 @@ def public_url(text):
 
 
 def one_secret(text):
-    """a secret that is not empty"""
-    within(1, math.inf, len(text))
+    """a secret that is not empty, without blanks around it"""
+    within(1, math.inf, len(text.removeprefix("whsec_")))
+    if text != text.strip():
+        raise ValueError(text)
     return text.encode()
 
 
@@ -300,12 +302,16 @@ class Settings:
             )
         sources = {}
         for name in sorted(environ):
-            found = re.fullmatch("(?:SECRET|SIGN|TOLERANCE)_(.+?)(?:_OLD)?", name)
-            if found and f"SECRET_{found[1]}" not in environ:
-                raise StartError(f"{name} is set, but not SECRET_{found[1]}", 2)
-            if found:
-                values = read_settings(SourceSettings, environ, found[1])
-                sources[found[1]] = SourceSettings(**values)
+            found = re.fullmatch("SECRET_(.+?)(?:_OLD)?|(?:SIGN|TOLERANCE)_(.+)", name)
+            if not found:
+                continue
+            source = found[1] or found[2]
+            if source != source.upper().replace("-", "_"):
+                raise StartError(f"{name}: write it in capitals, and - as _", 2)
+            if f"SECRET_{source}" not in environ:
+                raise StartError(f"{name} is set, but not SECRET_{source}", 2)
+            values = read_settings(SourceSettings, environ, source)
+            sources[source] = SourceSettings(**values)
         return cls(**read_settings(cls, environ), sources=tuple(sources.items()))
 
 
@@ -340,7 +346,7 @@ NEW_COLUMNS = {
     "reason": "TEXT",  # erro: why
 }
 
-# Ids must outlive their message, so they stand by themselves, oldest first.
+# An event id is unique in fila. Here stand, oldest first, those that outlive their message.
 EVENTS = """
 CREATE TABLE IF NOT EXISTS eventos (
     id       INTEGER PRIMARY KEY,
@@ -361,6 +367,8 @@ CREATE INDEX IF NOT EXISTS fila_queue
 CREATE INDEX IF NOT EXISTS fila_source
     ON fila(source, status, available_at, id, size, lost, attempts)
  WHERE source IS NOT NULL;
+CREATE UNIQUE INDEX IF NOT EXISTS fila_event ON fila(coalesce(source, ''), event_id)
+ WHERE event_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS fila_delayed ON fila(id, source, status, available_at)
  WHERE status = 'pendente' AND available_at IS NOT NULL;
 CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, status)
@@ -396,18 +404,17 @@ UPDATE fila INDEXED BY fila_queue
    AND attempts >= :most""",
 )
 
-EVENTO = """
-INSERT INTO eventos (source, event_id, seen_at)
-VALUES (coalesce(:source, ''), :event_id, :now)
-    ON CONFLICT DO NOTHING
-RETURNING id"""
-
 # CAST, because a str of a 32 MB body with one emoji in it would take 128 MB.
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
                   headers)
-VALUES (CASE WHEN :is_text THEN CAST(:payload AS TEXT) ELSE :payload END,
-        :now, :size, :source, :event_id, :method, :path, :query, :headers)"""
+SELECT CASE WHEN :is_text THEN CAST(:payload AS TEXT) ELSE :payload END,
+       :now, :size, :source, :event_id, :method, :path, :query, :headers
+ WHERE NOT EXISTS (SELECT 1
+                     FROM eventos
+                    WHERE source = coalesce(:source, '')
+                      AND event_id = :event_id)
+    ON CONFLICT DO NOTHING"""
 NOTHING_KEPT = dict.fromkeys(
     ("source", "event_id", "method", "path", "query", "headers")
 )
@@ -582,8 +589,6 @@ SELECT {ITEM}, typeof(payload) AS kind, size, status, reason, lease_until, avail
  ORDER BY id"""
 LOOK_SHORT = LOOK.replace("payload AS BLOB", "substr(payload, 1, 2048) AS BLOB")
 
-DELETE = "DELETE FROM fila WHERE id = :id RETURNING id"
-
 OLD = """
 SELECT id, size
   FROM fila INDEXED BY fila_settled
@@ -592,7 +597,16 @@ SELECT id, size
  ORDER BY settled_at
  LIMIT :limit"""
 
-PURGE = "DELETE FROM fila WHERE id IN (SELECT value FROM json_each(:ids)) RETURNING id"
+DELETE = "DELETE FROM fila WHERE id IN (SELECT value FROM json_each(:ids)) RETURNING id"
+
+REMEMBER = """
+INSERT INTO eventos (source, event_id, seen_at)
+SELECT coalesce(source, ''), event_id, created_at
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))
+   AND event_id IS NOT NULL
+ ORDER BY created_at
+    ON CONFLICT DO NOTHING"""
 
 FORGET = """
 DELETE FROM eventos
@@ -616,6 +630,16 @@ UPDATE fila
                 FROM fila INDEXED BY fila_delayed
                WHERE status = 'pendente'
                  AND available_at IS NOT NULL)""",
+)
+
+
+# What begins, ends and undoes a transaction, and those inside it.
+LEVELS = (
+    ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"),
+    *(
+        (f"SAVEPOINT at{n}", f"RELEASE at{n}", f"ROLLBACK TO at{n}")
+        for n in range(1, 5)
+    ),
 )
 
 
@@ -694,6 +718,7 @@ class Store:
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
         self._depth = 0  # how many transactions are open inside each other
+        self._now = None  # when the outermost began, as text
         try:
             with self._alone():
                 self._db = self._connect()
@@ -776,32 +801,48 @@ class Store:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
 
-    @contextlib.contextmanager
     def transaction(self):
-        """All or nothing. Yields the time as text.
+        """All or nothing, as a context manager. Yields the time as text.
 
         Inside another one it is a savepoint: a request that fails does not spoil its
         neighbours, and all become durable with the outermost COMMIT. IMMEDIATE, since a
         transaction that reads first and writes later is refused when others write.
         """
-        with self._lock:
-            depth = self._depth
-            if depth and not self._db.in_transaction:
+        return self
+
+    def __enter__(self):
+        self._lock.acquire()
+        try:
+            if not self._depth:
+                self._now = utc(self.clock())
+            elif not self._db.in_transaction:
                 raise sqlite3.OperationalError("the outer transaction was rolled back")
-            self._db.execute(f"SAVEPOINT at{depth}" if depth else "BEGIN IMMEDIATE")
+            self._db.execute(LEVELS[self._depth][0])
             self._depth += 1
+            return self._now
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, failed, *_):
+        try:
+            self._depth -= 1
+            _, commit, rollback = LEVELS[self._depth]
             try:
-                yield utc(self.clock())
-                self._db.execute(f"RELEASE at{depth}" if depth else "COMMIT")
+                if not failed:
+                    self._db.execute(commit)
+                    failed = False
             except BaseException:
-                if self._db.in_transaction:  # after an I/O error SQLite has ended it
-                    self._db.execute(f"ROLLBACK TO at{depth}" if depth else "ROLLBACK")
+                failed = True
                 raise
             finally:
-                self._depth = depth
-            if self.erased and not depth:
+                if failed and self._db.in_transaction:  # else SQLite has done it
+                    self._db.execute(rollback)
+            if self.erased and not self._depth:
                 self.erased = False
                 self.checkpoint()
+        finally:
+            self._lock.release()
 
     def webhook(self, payload, is_text=True, **kept):
         """Keeps one message, in bytes; `is_text` where they are UTF-8.
@@ -809,13 +850,10 @@ class Store:
         `kept` are texts: source, event_id, method, path, and query and headers as JSON
         objects. False, and nothing is kept, when this source's event is known already.
         """
-        with self.transaction() as now:
-            values = {**NOTHING_KEPT, **kept, "now": now}
-            if values["event_id"] and not self._run(EVENTO, **values):
-                return False
-            values.update(payload=payload, is_text=is_text, size=len(payload))
-            self._run(WEBHOOK, **values)
-            return True
+        values = {**NOTHING_KEPT, **kept, "payload": payload, "is_text": is_text}
+        values["size"] = len(payload)
+        with self as values["now"]:
+            return self._db.execute(WEBHOOK, values).rowcount > 0
 
     def pegar(self, limit, lease, max_bytes, source=None, in_work=None):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -917,9 +955,14 @@ class Store:
     def delete(self, id_):
         """Erases a message and its bytes; whether there was one."""
         with self.transaction():
-            found = bool(self._run(DELETE, id=id_))
-            self.erased = self.erased or found
-            return found
+            found = self._delete([id_])
+            self.erased = self.erased or found > 0
+            return found > 0
+
+    def _delete(self, ids):
+        ids = json.dumps(ids)
+        self._run(REMEMBER, ids=ids)
+        return len(self._run(DELETE, ids=ids))
 
     def changes(self):
         """A number that has grown when something was changed through this connection."""
@@ -944,7 +987,7 @@ class Store:
         with self.transaction():
             before = utc(self.clock() - days * 86400)
             ids = fitting(self._run(OLD, before=before, limit=limit), limit, 4 << 20)
-            return len(self._run(PURGE, ids=json.dumps(ids)))
+            return self._delete(ids)
 
     def forget(self, days, limit):
         """Forgets event ids seen over `days` ago, of the `limit` oldest; how many."""
@@ -1028,7 +1071,7 @@ class Source:
     """A sender that signs.
 
     Of a request it needs method, target (path and query as they came), query,
-    header(name), and raw, the bytes of the body as they came.
+    header(name), in_query(name), and raw, the bytes of the body as they came.
     """
 
     def __init__(self, name, settings, public_url):
@@ -1036,16 +1079,16 @@ class Source:
         self.name = name.lower().replace("_", "-")
         self.public_url, self.tolerance = public_url, settings.tolerance
         self.secrets = [settings.secret, settings.secret_old or settings.secret]
-        self.keys = {key for secret in self.secrets for key in keys_of(secret)}
         self.preset = settings.sign or (
             self.name if self.name in PRESETS else "generic"
         )
         words = PRESETS.get(self.preset, self.preset).split()
         try:
-            self.header, template, self.id_word = words
-            matched(r"\??[\w.-]+", self.header)
+            header, template, self.id_word = words
+            self.header = matched(r"(\?(?!token$)[\w.-]+|[\w-]+)", header)[0]
             matched(ID_WORD, self.id_word)
-            self.templates = [compiled(part) for part in template.split("||")]
+            parts = [] if template == "-" else template.split("||")
+            self.templates = [compiled(part, self.secrets) for part in parts]
         except ValueError as error:
             known = ", ".join(PRESETS)
             raise StartError(
@@ -1055,88 +1098,70 @@ class Source:
             ) from None
         if "{url}" in template and not public_url:
             raise StartError(f"SIGN_{name} signs the URL, so PUBLIC_URL is needed", 2)
-        if template == "-":
-            self.templates = []
 
     def verify(self, request, now):
         """BadSignature unless the request is genuine; `now` in seconds."""
         given = self.given(request)
         if not self.templates:
             token = given.encode("latin-1", "replace")
-            if sum(hmac.compare_digest(token, secret) for secret in self.secrets) == 0:
+            if sum(hmac.compare_digest(token, key) for key in self.secrets) == 0:
                 raise BadSignature("token")
-        elif not self.signed(request, given, now):
-            raise BadSignature("assinatura")
+            return
+        macs = list(macs_in(given))
+        for hashes, parts in self.templates if macs else ():
+            pieces, stamps = self.message(parts, request, given)
+            if pieces is not None and is_signed(hashes, pieces, macs):
+                if not all(self.fresh(stamp, now) for stamp in stamps):
+                    raise BadSignature("relogio")
+                return
+        raise BadSignature("assinatura")
 
     def given(self, request):
-        """The signature or token as it came, as text."""
+        """The signature or token as it came, as latin-1 text."""
         if self.header.startswith("?"):
-            return request.query.get(self.header[1:], [""])[0]
+            return (request.in_query(self.header[1:]) or b"").decode("latin-1")
         return request.header(self.header) or ""
-
-    def signed(self, request, given, now):
-        """Whether one of the MACs given is right; BadSignature when it is too old."""
-        macs = MAC.findall(given)
-        for algorithm, parts in self.templates if macs else ():
-            stamps = []
-            message = self.message(parts, request, given, stamps)
-            if message is not None and self.fits(algorithm, message, macs):
-                if not all(self.fresh(int(stamp), now) for stamp in stamps):
-                    raise BadSignature("relogio")
-                return True
-        return False
-
-    def fits(self, algorithm, message, macs):
-        good = 0
-        for key in self.keys:
-            mac = hmac.digest(key, message, algorithm)
-            for form in (mac.hex(), base64.b64encode(mac).decode()):
-                good += sum(hmac.compare_digest(given, form) for given in macs)
-        return good > 0
 
     def fresh(self, stamp, now):
         seconds = stamp / 1000 if stamp > 1e11 else stamp
         return self.tolerance == 0 or abs(now - seconds) <= self.tolerance
 
-    def message(self, parts, request, given, stamps):
-        """What was signed, as bytes; None when something is missing. Times of it go
-        to `stamps`."""
-        message = b""
+    def message(self, parts, request, given):
+        """(pieces of what was signed, the times in it); the first is None when
+        something is missing that may not be."""
+        message, stamps = [], []
         for optional, pieces in parts:
-            values = [
-                self.value(piece, request, given, stamps) if is_field else piece
-                for is_field, piece in pieces
-            ]
-            if None not in values:
-                message += b"".join(values)
-            elif not optional:
-                return None
-        return message
+            values = []
+            for kind, piece in pieces:
+                value = VALUES[kind](self, request, piece, given) if kind else piece
+                if value is None and not optional:
+                    return None, stamps
+                values.append(value)
+                if kind == "t" and value:
+                    stamps.append(int(value))
+            message += [] if None in values else values
+        return message, stamps
 
-    def value(self, field, request, given, stamps):
-        """A field of a template, as bytes, or None."""
-        kind, _, name = field.partition(":")
-        if kind == "t":
-            text = request.header(name) if name else given
-            found = re.search(
-                "^([0-9]{1,15})$" if name else r"\bts?=([0-9]{1,15})(?![0-9])",
-                text or "",
+
+def compiled(template, secrets):
+    """(prepared hashes, parts) of 'sha1:a{t}[b]'; a part is (optional, pieces), a piece
+    (None, bytes) or (kind of field, its name). ValueError when it cannot be read."""
+    algorithm = "sha1" if template.startswith("sha1:") else "sha256"
+    text, parts = template.removeprefix("sha1:"), []
+    wrong = PART.sub("", text) or re.match(r"(?i)sha\d+:", text) or "|" in text
+    for optional, required in PART.findall(text):
+        pieces = []
+        for n, piece in enumerate(FIELD.split(optional or required)):
+            kind, _, name = (
+                piece.partition(":") if n % 2 else (None, "", piece.encode())
             )
-            stamps.extend(found.groups() if found else ())
-            return found and found[1].encode()
-        if kind == "h":
-            text = request.header(name)
-            return text.encode("latin-1") if text else None
-        if kind == "q":
-            name, lower, _ = name.partition(":lower")
-            text = request.query.get(name, [""])[0]
-            return (text.lower() if lower else text).encode() or None
-        if kind == "form":
-            return signed_form(request)
-        if kind == "body":
-            return request.raw
-        text = request.method if kind == "method" else self.public_url + request.target
-        return text.encode("latin-1")
+            wrong = wrong or (not kind and re.search("[{}]", piece))
+            pieces += [(kind, name)] if piece else []
+        parts.append((bool(optional), pieces))
+    if wrong or not FIELD.search(text):  # a constant would have one MAC for all
+        raise ValueError(f"{template!r} cannot be read")
+    keys = dict.fromkeys(key for secret in secrets for key in keys_of(secret))
+    return [hmac.new(key, digestmod=algorithm) for key in keys], parts
 
 
 def keys_of(secret):
@@ -1147,25 +1172,44 @@ def keys_of(secret):
             yield base64.b64decode(secret[len(b"whsec_") :], validate=True)
 
 
-def compiled(template):
-    """'sha1:a{t}[b]' -> ("sha1", ((optional, ((is field, piece), ...)), ...))."""
-    algorithm = "sha1" if template.startswith("sha1:") else "sha256"
-    text = template.removeprefix("sha1:")
-    if PART.sub("", text) or not text:
-        raise ValueError(f"{template!r} cannot be read")
-    parts = []
-    for optional, required in PART.findall(text):
-        split = FIELD.split(optional or required)  # literals at even places
-        if any("{" in piece or "}" in piece for piece in split[::2]):
-            raise ValueError(f"{optional or required!r} cannot be read")
-        pieces = [
-            (n % 2, piece if n % 2 else piece.encode()) for n, piece in enumerate(split)
-        ]
-        parts.append((bool(optional), pieces))
-    return algorithm, parts
+def macs_in(text):
+    """The MACs that a header holds, as bytes."""
+    for run in MAC.findall(text):
+        with contextlib.suppress(ValueError):
+            is_hex = len(run) in (40, 64)
+            yield bytes.fromhex(run) if is_hex else base64.b64decode(run, validate=True)
 
 
-def signed_form(request):
+def is_signed(hashes, pieces, macs):
+    good = 0
+    for prepared in hashes:
+        found = prepared.copy()
+        for piece in pieces:
+            found.update(piece)
+        digest = found.digest()
+        good += sum(hmac.compare_digest(digest, mac) for mac in macs)
+    return good > 0
+
+
+def signed_time(source, request, name, given):
+    text = request.header(name) if name else given
+    pattern = "^([0-9]{1,15})$" if name else r"\bts?=([0-9]{1,15})\b"
+    found = re.search(pattern, text or "", re.ASCII)
+    return found and found[1].encode()
+
+
+def signed_header(source, request, name, given):
+    text = request.header(name)
+    return text.encode("latin-1") if text else None
+
+
+def signed_query(source, request, name, given):
+    name, lower, _ = name.partition(":lower")
+    text = request.query.get(name, [""])[0]
+    return (text.lower() if lower else text).encode() or None
+
+
+def signed_form(source, request, name, given):
     """Twilio's: keys and values, sorted; for other bodies a hash stands in the URL."""
     digest = request.query.get("bodySHA256", [""])[0].encode()
     if digest:
@@ -1179,11 +1223,27 @@ def signed_form(request):
     return "".join(key + value for key, value in sorted(set(pairs))).encode()
 
 
+# The fields of a template: kind -> bytes, or None when it is missing.
+VALUES = {
+    "t": signed_time,
+    "h": signed_header,
+    "q": signed_query,
+    "form": signed_form,
+    "body": lambda source, request, name, given: request.raw,
+    "method": lambda source, request, name, given: request.method.encode("latin-1"),
+    "url": lambda source, request, name, given: (
+        source.public_url + request.target
+    ).encode("latin-1"),
+}
+
+
 def find_id(words, request):
     """The id that ID words lead to, joined by commas; None when a part is absent."""
     found = [find_word(word, request) for word in words]
+    if len(found) > 1:  # else ("a,b", "c") and ("a", "b,c") were one
+        found = [part and re.sub(r"([\\,])", r"\\\1", part) for part in found]
     text = ",".join(found) if all(found) else ""
-    text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate
+    text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate
     return text if 0 < len(text) <= 500 else None  # a longer one identifies nothing
 
 
@@ -1295,12 +1355,15 @@ NOT_KEPT = re.compile(
 )
 
 
-@functools.lru_cache(maxsize=1024)  # senders repeat themselves
-def header_name(key):
-    """'HTTP_X_GITHUB_EVENT' -> 'x-github-event', lower case as in n8n, or None."""
-    name = key.replace("HTTP_", "", 1).replace("_", "-").lower()
-    header = key.startswith("HTTP_") or name in ("content-type", "content-length")
-    return name if header and not NOT_KEPT.fullmatch(name) else None
+to_json = json.JSONEncoder(separators=(",", ":")).encode  # dumps() makes one each time
+
+
+@functools.lru_cache(maxsize=256)  # senders repeat themselves
+def kept_names(keys):
+    """Pairs such as ('HTTP_X_GITHUB_EVENT', 'x-github-event'), lower case as in n8n."""
+    headers = [key for key in keys if re.match("HTTP_|CONTENT_(TYPE|LENGTH)$", key)]
+    names = [key.removeprefix("HTTP_").replace("_", "-").lower() for key in headers]
+    return [pair for pair in zip(headers, names) if not NOT_KEPT.fullmatch(pair[1])]
 
 
 class Request:
@@ -1318,15 +1381,20 @@ class Request:
         self.source = None  # the Source that has signed it
         self.raw = None  # the body, once it was read
 
+    def in_query(self, name):
+        """A credential's bytes from the query, or None. A plus stays one: it is part of
+        many secrets, and a blank of none."""
+        for pair in self.environ.get("QUERY_STRING", "").split("&"):
+            key, _, value = pair.partition("=")
+            if key == name:
+                return urllib.parse.unquote_to_bytes(value.encode("latin-1"))
+        return None
+
     def _read_query(self, text):
-        pairs = text.encode("latin-1").decode("utf-8", "replace").split("&")
-        rest = [pair for pair in pairs if not pair.startswith("token=")]
-        self.query = urllib.parse.parse_qs("&".join(rest), keep_blank_values=True)
-        self.query.pop("token", None)  # written %74oken
-        for pair in pairs:
-            if pair.startswith("token="):  # a plus stays one: tokens have no blanks
-                self.query_token = urllib.parse.unquote_to_bytes(pair[len("token=") :])
-                break
+        text = text.encode("latin-1").decode("utf-8", "replace")
+        self.query = urllib.parse.parse_qs(text, keep_blank_values=True)
+        self.query.pop("token", None)
+        self.query_token = self.in_query("token")
 
     def header(self, name):
         key = name.upper().replace("-", "_")
@@ -1397,7 +1465,7 @@ class Request:
     def inflate(self, limit):
         """Sets `content`: the body without its Content-Encoding (RFC 9110 8.4), or as it
         came when it is not what that says. Refusal 413 over `limit` bytes."""
-        coding = (self.header("Content-Encoding") or "").strip().lower()
+        coding = self.environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
         for wbits in CODINGS.get(coding, ()):
             with contextlib.suppress(zlib.error):
                 size = 0
@@ -1416,14 +1484,14 @@ class Request:
 
     def kept_headers(self):
         """The sender's headers as a JSON object."""
-        named = {header_name(key): value for key, value in self.environ.items()}
-        named.pop(None, None)
+        environ = self.environ
+        named = {name: environ[key] for key, name in kept_names(tuple(environ))}
         if self.source and not self.source.templates:  # it holds the secret itself
             named.pop(self.source.header.lower().replace("_", "-"), None)
         if self.content is not self.raw:
             named.pop("content-encoding")
             named["content-length"] = str(len(self.content))
-        return json.dumps(named, separators=(",", ":"))
+        return to_json(named)
 
     def kept_query(self):
         """The query as a JSON object or None."""
@@ -1436,7 +1504,7 @@ class Request:
 def flat(query):
     """parse_qs() as a JSON object; repeated names have a list, as in n8n. Or None."""
     values = {k: v[0] if len(v) == 1 else v for k, v in query.items()}
-    return json.dumps(values, separators=(",", ":")) if values else None
+    return to_json(values) if values else None
 
 
 CODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (15, -15)}  # zlib's wbits
@@ -1451,7 +1519,7 @@ def inflated(raw, wbits):
             if inflater.eof:  # gzip files may follow each other (RFC 1952 2.2)
                 inflater = zlib.decompressobj(wbits)
             yield inflater.decompress(data, 1 << 20)
-            data = inflater.unconsumed_tail or inflater.unused_data
+            data = inflater.unconsumed_tail or inflater.unused_data.lstrip(b"\0")
     yield inflater.flush()
     if not inflater.eof:
         raise zlib.error("cut off")
@@ -1478,11 +1546,13 @@ def depth(body):
     """How deep the brackets of a JSON text are nested."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return 0
-    bare = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
-    steps = ({91: 1, 123: 1, 93: -1, 125: -1}.get(byte, 0) for byte in bare)
-    return max(itertools.accumulate(steps))
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    bare = re.sub(rb'"[^"]*"?', b"", bare).translate(None, NO_BRACKETS)
+    steps = (1 if byte in b"[{" else -1 for byte in bare)
+    return max(itertools.accumulate(steps), default=0)
 
 
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 MAX_DEPTH = 500  # Python's own reader gives up at about 1,000, or at its stack's end
 
 
@@ -1623,8 +1693,9 @@ class App:
     )
     ROUTES = tuple(compiled_routes(ROUTES))
 
-    def __init__(self, settings, store):
-        self.settings, self.store = settings, store
+    def __init__(self, settings, store, wall=time.time):
+        """`wall` is the clock that senders' timestamps are compared with."""
+        self.settings, self.store, self.wall = settings, store, wall
         self.sources = {
             name: Source(name, source, settings.public_url)
             for name, source in settings.sources
@@ -1676,9 +1747,8 @@ class App:
         Evolution API with "webhook by events" appends the event to the whole URL as
         text: /webhook?token=T/messages-upsert. What follows the token counts as path.
         """
-        if right is SENDER:
-            name = request.params.get("rest", "").lstrip("/").partition("/")[0]
-            request.source = self.sources.get(name.upper().replace("-", "_"))
+        if right is SENDER and self.sources:
+            request.source = self.source(request)
             if request.source:
                 return self.verify(request)
         good = self.settings.token
@@ -1696,6 +1766,11 @@ class App:
                     return
         raise Refusal(401, "não autorizado", reason="token")
 
+    def source(self, request):
+        """The Source that a path names, or None."""
+        name = request.params.get("rest", "").lstrip("/").partition("/")[0]
+        return self.sources.get(name.upper().replace("-", "_"))
+
     def verify(self, request):
         """Refusal 401 unless the request's source has signed it."""
         source = request.source
@@ -1703,7 +1778,7 @@ class App:
         if is_first_ping(request):
             return
         try:
-            source.verify(request, self.store.clock())
+            source.verify(request, self.wall())
         except BadSignature as why:
             reason = f"{why} {source.name}"
             raise Refusal(401, "não autorizado", reason=reason) from None
@@ -1746,7 +1821,9 @@ class App:
         """Meta checks a URL by GET before it sends; every other GET is refused."""
         query = {name: values[0] for name, values in request.query.items()}
         wanted = self.settings.verify_token
-        if not wanted or "hub.challenge" not in query or request.method == "HEAD":
+        source = self.source(request)
+        meta = wanted and (not source or source.preset == "meta")
+        if not meta or "hub.challenge" not in query or request.method == "HEAD":
             raise not_allowed(["POST"])
         given = query.get("hub.verify_token", "").encode()
         if not hmac.compare_digest(given, wanted):
@@ -1911,7 +1988,7 @@ class App:
         right one is always served: behind a proxy all have the same address.
         """
         client = self.client(environ)
-        wait = self.wrong.take(client) if refusal.reply.code == 401 else 0
+        wait = self.wrong.take(client) if refusal.reply.code in (401, 403) else 0
         if wait:
             refusal = too_many(wait, refusal.reason)
         method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
@@ -1970,7 +2047,8 @@ def handshake(request):
     if preset == "slack" and value.get("type") == "url_verification":
         return echo(str(value.get("challenge")))
     if preset == "zoom" and value.get("event") == "endpoint.url_validation":
-        plain = str(find_word("$.payload.plainToken", request))
+        plain = find_word("$.payload.plainToken", request) or ""
+        plain = plain.encode("utf-8", "replace").decode()
         mac = hmac.digest(request.source.secrets[0], plain.encode(), "sha256").hex()
         answer = {"plainToken": plain, "encryptedToken": mac}
         return Reply.json(json.dumps(answer).encode())
@@ -1990,10 +2068,16 @@ def client_address(environ, trusted):
     """The peer, or the nearest X-Forwarded-For hop that is no trusted proxy."""
     address = environ.get("REMOTE_ADDR", "")
     hops = environ.get("HTTP_X_FORWARDED_FOR", "").split(",") if trusted else []
-    hops = [hop.strip() for hop in hops if hop.strip()]
+    hops = [without_port(hop.strip()) for hop in hops if hop.strip()]
     while hops and is_trusted(address, trusted):
         address = hops.pop()
     return address[:64]
+
+
+def without_port(hop):
+    """'[::1]:80' -> '::1', '1.2.3.4:80' -> '1.2.3.4': some proxies write the port."""
+    found = re.fullmatch(r"\[(.*)\](?::[0-9]+)?|([^:]*):[0-9]+", hop)
+    return (found[1] or found[2]) if found else hop
 
 
 def is_trusted(address, trusted):
