@@ -2142,8 +2142,7 @@ class Housekeeper(threading.Thread):
 # The server
 
 try:
-    import waitress
-    from waitress import wasyncore
+    from waitress import create_server, receiver, wasyncore
     from waitress.channel import HTTPChannel
     from waitress.parser import HTTPRequestParser, ParsingError
     from waitress.server import BaseWSGIServer
@@ -2151,6 +2150,10 @@ try:
     from waitress.utilities import BadRequest
 except ImportError:  # a host that brings its own WSGI server needs none of this room
     BaseWSGIServer = HTTPChannel = HTTPRequestParser = Task = object
+else:  # their $ fits before a line feed too, as in the chunk size 8\n
+    for name in ("ONLY_HEXDIG_RE", "CHUNK_EXT_RE"):
+        strict = getattr(receiver, name).pattern.removesuffix(b"$") + rb"\Z"
+        setattr(receiver, name, re.compile(strict))
 
 # What the parser, not the application, refuses; anything else is trouble of ours.
 PARSER_REFUSALS = {
@@ -2170,8 +2173,9 @@ class Parser(HTTPRequestParser):
         # raw UTF-8 in the path, as curl and PHP send it, would be a final 400
         line = re.sub(rb"[\x80-\xff]", lambda byte: b"%%%02X" % ord(byte[0]), line)
         codings = re.findall(rb"(?im)^transfer-encoding:[ \t]*(.*?)[ \t]*\r?$", rest)
-        several = b",".join(codings).count(b",") > 0
-        if b"\0" in line or several or b"" in codings:
+        several = b"," in b",".join(codings)
+        folded = re.search(rb"(?m)^[ \t]", rest)  # to be refused, RFC 9112 5.2
+        if several or b"" in codings or folded or re.search(rb"[\0-\x1f\x7f]", line):
             raise ParsingError("malformed")
         try:
             super().parse_header(line + end + rest)
@@ -2217,9 +2221,10 @@ class Answer(Task):
             self.response_headers.append(("Connection", "close"))
             self.close_on_finish = True
         channel.lingers = bool(self.request.error)
+        head = self.build_response_header()  # may add Connection: close
         self.wrote_header = True
-        head = getattr(self.request, "command", "") == "HEAD"
-        channel.write_soon(self.build_response_header() + (b"" if head else reply.body))
+        bodiless = getattr(self.request, "command", "") == "HEAD"
+        channel.write_soon(head + (b"" if bodiless else reply.body))
 
 
 class Channel(HTTPChannel):
@@ -2440,7 +2445,7 @@ class Server:
         self.map = {}
         self.stopping = False
         self._checked = time.monotonic()
-        waitress.create_server(
+        create_server(
             app,  # not called by waitress: the rounds ask it for replies
             map=self.map,
             _dispatcher=self.rounds,

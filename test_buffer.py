@@ -14,23 +14,34 @@ import collections
 import concurrent.futures
 import contextlib
 import datetime
+import fcntl
+import functools
 import gzip
 import hashlib
 import hmac
 import http.client
 import importlib
+import importlib.metadata
+import importlib.util
 import io
 import itertools
 import json
 import logging
+import math
 import os
 import pathlib
+import platform
 import re
+import resource
+import secrets
+import selectors
 import shutil
 import signal
 import socket
 import sqlite3
 import stat
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -208,7 +219,11 @@ class Service:
         """Sends a signal and returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
 
     def connect(self, timeout=30):
         """A keep-alive connection."""
@@ -3136,6 +3151,10 @@ class HttpTest(Loop):
             ("josé", {"nome": "josé"}), (row["path"], json.loads(row["query"]))
         )
 
+    def test_who_closes_after_the_answer_is_told_so(self):
+        answer = self.ask(http_post(headers=["Connection: close"]))
+        self.assertIn(b"\r\nConnection: close\r\n", answer)
+
     def test_a_closing_answer_says_so_once(self):
         data = b"POST /webhook HTTP/1.0\r\nConnection: keep-alive\r\nBad\r\n\r\n"
         self.assertEqual(1, self.ask(data).count(b"Connection:"))
@@ -3411,6 +3430,626 @@ class ServiceTest(unittest.TestCase):
         self.assertEqual(0, done.returncode, done.stdout.decode())
 
 
+# Proofs on a real server under load
+
+
+class Senders:
+    """Threads that post bodies of their own; `acknowledged` lists those answered 200.
+
+    A thread ends with the block, or with a request without an answer: see `broken`.
+    """
+
+    def __init__(self, port, threads=8, keep_alive=True, total=1 << 60):
+        self.acknowledged, self.statuses, self.broken = [], [], []
+        self.port, self.total, self.done = port, total, threading.Event()
+        self.keep_alive, self.headers = keep_alive, {"X-Token": TOKEN}
+        self.numbers, self.name = itertools.count(), secrets.token_hex(4)
+        self.threads = [threading.Thread(target=self.run) for _ in range(threads)]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.join()
+
+    def join(self):
+        for thread in self.threads:
+            thread.join()
+
+    def run(self):
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        while not self.done.is_set() and (number := next(self.numbers)) < self.total:
+            body = json.dumps([f"{self.name}-{number}", "x" * 700])
+            try:
+                link.request("POST", "/webhook", body, self.headers)
+                reply = link.getresponse()
+                reply.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.broken.append(error)
+                break
+            if reply.status == 200:
+                self.acknowledged.append(body)
+            self.statuses.append(reply.status)
+            if not self.keep_alive:
+                link.close()  # the next request opens it again
+        link.close()
+
+    def until(self, count, seconds=30):
+        """Waits until so many are acknowledged."""
+        end = time.monotonic() + seconds
+        while (found := len(self.acknowledged)) < count:
+            if time.monotonic() > end:
+                raise AssertionError(f"{found} of {count} taken, {self.broken[:2]}")
+            time.sleep(0.005)
+
+
+class Proof(unittest.TestCase):
+    def enter(self, context):
+        value = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return value
+
+    def folder(self):
+        return pathlib.Path(self.enter(tempfile.TemporaryDirectory()))
+
+    def assertKept(self, acknowledged, db):
+        """Each body of the ledger is in the file, and nothing is there twice."""
+        found = collections.Counter(payload for (payload,) in rows(db))
+        lost = [body for body in acknowledged if body not in found]
+        self.assertEqual(0, len(lost), f"{len(lost)} of {len(acknowledged)} are lost")
+        twice = [body for body, count in found.items() if count > 1]
+        self.assertEqual(0, len(twice), f"{len(twice)} are there twice")
+
+    def assertTaken(self, senders):
+        """Every request was answered, and with 200."""
+        self.assertEqual(([], {200}), (senders.broken, set(senders.statuses)))
+
+    def assertUnavailable(self, answer):
+        status, headers, _ = answer
+        self.assertEqual((503, "5"), (status, headers["Retry-After"]))
+
+
+def rows(db, sql="SELECT payload FROM fila"):
+    with contextlib.closing(sqlite3.connect(db)) as file:
+        return file.execute(sql).fetchall()
+
+
+def run_or_skip(test, *command):
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        test.skipTest(f"{command[0]}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted(test, *arguments):
+    """A folder with a file system of its own, for root."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_or_skip(test, "mount", *arguments, folder)
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+@contextlib.contextmanager
+def failing_syncs(test, process, when):
+    """Lets syncs of the process fail: all are "1+", every third is "2+3"."""
+    if not shutil.which("strace"):
+        test.skipTest("strace is not installed")
+    inject = f"inject=fsync,fdatasync:error=EIO:when={when}"
+    command = ["strace", "-f", "-o", os.devnull, "-e", inject, "-p", str(process.pid)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        line = tracer.stderr.readline()
+        if "attached" not in line:
+            test.skipTest(line.strip())
+        try:
+            yield
+        finally:
+            tracer.send_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def frozen(process):
+    """The process stands still, so that what is sent meanwhile comes in one round."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def raw(*headers, line="POST /webhook HTTP/1.1", body=None):
+    """A request with a good token, as bytes; `body` brings its Content-Length."""
+    if body is not None:
+        headers = *headers, f"Content-Length: {len(body)}"
+    head = "\r\n".join((line, "Host: x", f"X-Token: {TOKEN}", *headers, "", ""))
+    return (head + (body or "")).encode("latin-1")
+
+
+def chunked(body, size=1 << 20):
+    cuts = [body[at : at + size] for at in range(0, len(body), size)]
+    return "".join(f"{len(cut):x}\r\n{cut}\r\n" for cut in [*cuts, ""])
+
+
+def dial(port, data=b""):
+    """A connection on which this has been sent."""
+    link = socket.create_connection(("127.0.0.1", port), timeout=20)
+    link.sendall(data)
+    return link
+
+
+def answer(link):
+    """(status, headers, body) of the next answer on a connection."""
+    reply = http.client.HTTPResponse(link, method="POST")
+    reply.begin()
+    return reply.status, reply.headers, reply.read()
+
+
+@long
+class CrashTest(Proof):
+    def test_kill_9_under_load_loses_nothing_and_doubles_nothing(self):
+        chance, acknowledged = Random(9), []
+        server = self.enter(Service())
+        for _ in range(20):
+            with Senders(server.port) as senders:
+                senders.until(chance.randrange(1, 500))
+                server.stop(signal.SIGKILL)
+                senders.join()
+            acknowledged += senders.acknowledged
+            server.start()
+            self.assertKept(acknowledged, server.db)
+        self.assertEqual([("ok",)], rows(server.db, "PRAGMA integrity_check"))
+
+    def power_cuts(self, synchronous):
+        """Cuts the power ten times under load; the ledger holds what was answered before."""
+        folder, acknowledged = self.folder(), []
+        script, image = folder / "buffer.py", folder / "image"
+        text = (HERE / "buffer.py").read_text()
+        self.assertIn("synchronous = FULL", text)
+        script.write_text(text.replace("synchronous = FULL", synchronous))
+        image.touch()
+        os.truncate(image, 64 << 20)
+        run_or_skip(self, "mkfs.ext4", "-q", image)
+        with mounted(self, "-o", "loop", image) as disk:
+            Service(DB_PATH=disk / "b.sqlite").__enter__().__exit__()  # makes the table
+        for _ in range(10):
+            with mounted(self, "-o", "loop", image) as disk:
+                server = Service(DB_PATH=disk / "b.sqlite")
+                server.command[-1] = str(script)
+                with server, Senders(server.port) as senders:
+                    senders.until(300)
+                    device = os.open(disk, os.O_RDONLY)
+                    acknowledged += senders.acknowledged
+                    # FS_IOC_SHUTDOWN, with the journal as it is on the disk
+                    fcntl.ioctl(device, 0x8004587D, struct.pack("I", 2))
+                    os.close(device)
+                    server.stop(signal.SIGKILL)
+            with mounted(self, "-o", "loop", image) as disk:
+                self.assertKept(acknowledged, disk / "b.sqlite")
+
+    def test_a_power_cut_loses_nothing(self):
+        self.power_cuts("synchronous = FULL")
+
+    def test_a_power_cut_would_show_commits_that_are_not_synced(self):
+        with self.assertRaisesRegex(AssertionError, "are lost"):
+            self.power_cuts("synchronous = NORMAL")
+
+
+class FullDiskTest(Proof):
+    def setUp(self):
+        disk = self.enter(mounted(self, "-t", "tmpfs", "-o", "size=6m", "tmpfs"))
+        self.db, self.ballast = disk / "b.sqlite", disk / "ballast"
+        self.ballast.write_bytes(bytes(2 << 20))
+        self.server, self.acknowledged = self.enter(Service(DB_PATH=self.db)), []
+        for _ in range(100):
+            if (reply := self.send())[0] != 200:
+                break
+        self.assertUnavailable(reply)
+
+    def send(self):
+        body = secrets.token_hex(50_000)
+        reply = self.server.call("POST", "/webhook", body)
+        if reply[0] == 200:
+            self.acknowledged.append(body)
+        return reply
+
+    def test_what_was_acknowledged_is_in_the_file(self):
+        for _ in range(20):
+            self.send()
+        self.assertKept(self.acknowledged, self.db)
+
+    def test_consumers_are_answered(self):
+        for _ in range(20):
+            self.assertIn(self.server.call("POST", "/fila/pegar")[0], (200, 503))
+            self.assertIn(self.server.call("GET", "/health")[0], (200, 503))
+
+    def test_it_is_one_line_in_the_log(self):
+        for _ in range(50):
+            self.send()
+        self.assertEqual(1, self.server.log.read_text().count("storage trouble"))
+
+    def test_service_resumes_when_there_is_space(self):
+        self.ballast.unlink()
+        self.assertEqual(200, self.send()[0])
+        self.assertKept(self.acknowledged, self.db)
+
+
+class BrokenDiskTest(Proof):
+    def setUp(self):
+        self.server = self.enter(Service())
+
+    def assertResumes(self, *refused):
+        """Those before were refused; the next is taken and alone in the file."""
+        for reply in refused:
+            self.assertUnavailable(reply)
+        self.assertEqual(200, self.server.call("POST", "/webhook", "next")[0])
+        self.assertEqual([("next",)], rows(self.server.db))
+
+    def test_while_syncs_fail_it_is_503(self):
+        with failing_syncs(self, self.server.process, "1+"):
+            refused = [self.server.call("POST", "/webhook", "x") for _ in range(10)]
+        self.assertResumes(*refused)
+
+    def test_syncs_that_fail_now_and_then_lose_nothing(self):
+        tracing = failing_syncs(self, self.server.process, "2+3")
+        with tracing, Senders(self.server.port) as senders:
+            senders.until(300)
+        self.assertEqual({200, 503}, set(senders.statuses))
+        self.assertKept(senders.acknowledged, self.server.db)
+        self.server.stop(signal.SIGKILL)
+        self.assertKept(senders.acknowledged, self.server.db)
+
+    def test_while_the_file_is_read_only_it_is_503(self):
+        """By chattr: a file system with open files cannot be mounted read-only."""
+        files = [str(self.server.db), f"{self.server.db}-wal"]
+        run_or_skip(self, "chattr", "+i", *files)
+        try:
+            refused = [self.server.call("POST", "/webhook", "x") for _ in range(3)]
+        finally:
+            subprocess.run(["chattr", "-i", *files], check=True)
+        self.assertResumes(*refused)
+
+    def test_while_the_file_is_locked_the_whole_round_is_503(self):
+        other = sqlite3.connect(self.server.db, isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        with frozen(self.server.process):
+            links = [dial(self.server.port, raw(body="x")) for _ in range(20)]
+            links.append(dial(self.server.port, raw(line="POST /fila/pegar HTTP/1.1")))
+        refused = [answer(self.enter(link)) for link in links]
+        other.close()
+        self.assertResumes(*refused)
+
+
+class SigtermTest(Proof):
+    def test_under_load_each_of_200_ends_with_an_answer_or_refused(self):
+        server = self.enter(Service())
+        with Senders(server.port, threads=200) as senders:
+            senders.until(1000)
+            began = time.monotonic()
+            self.assertEqual(0, server.stop())
+            self.assertLess(time.monotonic() - began, 5)
+            senders.join()
+        self.assertEqual({ConnectionRefusedError}, set(map(type, senders.broken)))
+        self.assertEqual({200}, set(senders.statuses))
+        self.assertKept(senders.acknowledged, server.db)
+
+    def test_what_the_kernel_has_queued_is_answered(self):
+        """Half of it has not arrived completely when the signal comes."""
+        server, bodies = self.enter(Service()), [f"{n:03}" for n in range(200)]
+        with frozen(server.process):
+            links = [dial(server.port, raw(body=body)[:-1]) for body in bodies]
+            for link, body in zip(links[::2], bodies[::2], strict=True):
+                link.sendall(body[-1:].encode())
+            server.process.terminate()
+        for link, body in zip(links[1::2], bodies[1::2], strict=True):
+            link.sendall(body[-1:].encode())
+        for link in links:
+            status, headers, _ = answer(self.enter(link))
+            self.assertEqual((200, "close"), (status, headers["Connection"]))
+        self.assertEqual(0, server.process.wait(5))
+        self.assertKept(bodies, server.db)
+
+    @long
+    def test_a_request_that_never_ends_holds_it_up_for_ten_seconds(self):
+        server = self.enter(Service())
+        self.enter(dial(server.port, raw(body="never")[:-1]))
+        server.call("GET", "/health")
+        began = time.monotonic()
+        self.assertEqual(0, server.stop())
+        self.assertLess(time.monotonic() - began, 13)
+
+    @long
+    def test_ten_restarts_behind_a_held_socket_refuse_nobody(self):
+        """As with systemd's LISTEN_FDS; each request comes on a new connection."""
+        held = self.enter(socket.create_server(("127.0.0.1", 0), backlog=4096))
+        launch = (
+            "import os, sys; os.dup2(int(sys.argv[1]), 3);"
+            "os.environ.update(LISTEN_FDS='1', LISTEN_PID=str(os.getpid()));"
+            "os.execv(sys.argv[2], sys.argv[2:])"
+        )
+        fd = held.fileno()
+        server = Service(prefix=(sys.executable, "-c", launch, str(fd)))
+        server.start(pass_fds=[fd])
+        self.addCleanup(server.__exit__)
+        with Senders(held.getsockname()[1], keep_alive=False) as senders:
+            for restart in range(1, 11):
+                senders.until(100 * restart)
+                self.assertEqual(0, server.stop())
+                server.start(pass_fds=[fd])
+        self.assertTaken(senders)
+        self.assertKept(senders.acknowledged, server.db)
+
+
+class CrowdTest(Proof):
+    def test_900_slow_connections_are_in_nobodys_way(self):
+        """100 others are served at once; who trickles gets 408 and leaves no row."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= hard < 4096:
+            self.skipTest(f"only {hard} open files are allowed")
+        buffer.descriptor_limit()
+        server, done = self.enter(Service(REQUEST_TIMEOUT=2)), threading.Event()
+        starts = [b"", b"POST /webhook HTTP/1.1\r\nX-Slow: ", raw("Content-Length: 99")]
+        links = [self.enter(dial(server.port, starts[n % 3])) for n in range(900)]
+        slow = [link for n, link in enumerate(links) if n % 3]
+
+        def trickle():
+            while not done.wait(1):
+                for link in slow:
+                    with contextlib.suppress(OSError):
+                        link.send(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        self.addCleanup(thread.join)
+        self.addCleanup(done.set)
+        with Senders(server.port, 100, total=100) as senders:
+            senders.until(100, seconds=2)
+        self.assertTaken(senders)
+        self.assertEqual({408}, {answer(link)[0] for link in slow})
+        self.assertEqual(100, len(rows(server.db)))
+
+    def test_a_reader_that_does_not_read_holds_nobody_up(self):
+        """24 MB and one more answer wait for it; webhooks flow on."""
+        server = self.enter(Service(MAX_BATCH_BYTES="64M"))
+        for _ in range(24):
+            server.call("POST", "/webhook", "x" * 1_000_000)
+        claim = raw(line="POST /fila/pegar HTTP/1.1")
+        reader = self.enter(dial(server.port, claim + claim))
+        reader.recv(1, socket.MSG_PEEK)
+        with Senders(server.port, total=300) as senders:
+            senders.until(300, seconds=10)
+        self.assertTaken(senders)
+        self.assertEqual(24, len(json.loads(answer(reader)[2])))
+
+
+class ContentionTest(Proof):
+    def claim(self, port):
+        """Eight threads take seven at a time until there is nothing; the ids."""
+        ids, statuses = [], set()
+
+        def consume():
+            link = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            for _ in range(300):
+                link.request("POST", "/fila/pegar?limite=7", b"", {"X-Token": TOKEN})
+                reply = link.getresponse()
+                text = reply.read()
+                link.close()
+                statuses.add(reply.status)
+                items = json.loads(text) if reply.status == 200 else []
+                ids.extend(item["id"] for item in items)
+                if not items:
+                    break
+
+        threads = [threading.Thread(target=consume) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual({200}, statuses)
+        return ids
+
+    def assertEachOnce(self, port):
+        """2,000 messages are sent, and each is claimed once."""
+        with Senders(port, keep_alive=False, total=2000) as senders:
+            senders.join()
+        self.assertTaken(senders)
+        ids = self.claim(port)
+        self.assertEqual((2000, 2000), (len(ids), len(set(ids))))
+
+    def test_eight_claimers_get_each_message_once(self):
+        self.assertEachOnce(self.enter(Service()).port)
+
+    def test_four_processes_start_on_a_file_that_is_not_there_yet(self):
+        """Another WSGI server; its first requests come all at once."""
+        listener = self.enter(socket.create_server(("127.0.0.1", 0), backlog=512))
+        port, fd, folder = listener.getsockname()[1], listener.fileno(), self.folder()
+        if importlib.util.find_spec("gunicorn"):
+            command = (
+                f"{sys.executable} -m gunicorn -w 4 -b fd://{fd} buffer:application"
+            )
+        elif shutil.which("uwsgi"):
+            command = (
+                f"uwsgi --plugin python3 --http-socket fd://{fd} --processes 4 --master"
+                " --die-on-term --lazy-apps --module buffer:application"
+            )
+        else:
+            self.skipTest("neither gunicorn nor uwsgi is installed")
+        paths = {"DB_PATH": str(folder / "b.sqlite"), "PYTHONPATH": str(HERE)}
+        environ = {**os.environ, **paths, "TOKEN": TOKEN}
+        output = self.enter((folder / "log").open("wb"))
+        options = {"stdout": output, "stderr": output, "pass_fds": [fd]}
+        process = subprocess.Popen(command.split(), env=environ, cwd=folder, **options)
+        self.addCleanup(process.wait, 30)
+        self.addCleanup(process.terminate)
+        self.assertEachOnce(port)
+
+
+class BodySizeTest(Proof):
+    LIMIT = 50_000
+
+    def setUp(self):
+        self.port = self.enter(Service(MAX_BODY=self.LIMIT)).port
+
+    def status(self, data):
+        return answer(self.enter(dial(self.port, data)))[0]
+
+    def both(self, length, size=1 << 20):
+        """The statuses for a body with Content-Length and in chunks."""
+        body = "x" * length
+        chunks = raw("Transfer-Encoding: chunked") + chunked(body, size).encode()
+        return self.status(raw(body=body)), self.status(chunks)
+
+    def test_the_limit_is_the_last_length_that_is_taken(self):
+        self.assertEqual((200, 200), self.both(self.LIMIT))
+        self.assertEqual((413, 413), self.both(self.LIMIT + 1))
+
+    def test_frames_of_chunks_do_not_count(self):
+        self.assertEqual((200, 200), self.both(self.LIMIT, size=1))
+        self.assertEqual((413, 413), self.both(self.LIMIT + 1, size=1))
+
+    def test_who_sends_everything_first_sees_the_413(self):
+        self.assertEqual((413, 413), self.both(200 * self.LIMIT))
+
+    def test_a_length_over_the_limit_is_413_before_the_body(self):
+        self.assertEqual(413, self.status(raw("Content-Length: 50001")))
+
+    def test_who_asks_before_sending_gets_413_and_not_100(self):
+        head = raw("Expect: 100-continue", "Content-Length: 50001")
+        link = self.enter(dial(self.port, head))
+        self.assertRegex(link.recv(1000), rb"\AHTTP/1.\d 413 ")
+
+    def test_asking_without_a_body_leaves_the_next_request_alone(self):
+        link = self.enter(dial(self.port, raw("Expect: 100-continue")))
+        self.assertEqual(400, answer(link)[0])
+        link.sendall(raw(body="next"))
+        self.assertEqual(200, answer(link)[0])
+
+
+BODY, LENGTH, CODED = "smuggled", "Content-Length: 8", "Transfer-Encoding: chunked"
+BAD_LINES = (
+    "POST|/webhook|POST /webhook|POST  /webhook HTTP/1.1|POST /webhook  HTTP/1.1|\0\0"
+    "|POST /webhook HTTP/1.1 x|POST /web hook HTTP/1.1|POST\t/webhook\tHTTP/1.1"
+    "|post /webhook HTTP/1.1|Post /webhook HTTP/1.1|P ST /webhook HTTP/1.1"
+    "|HTTP/1.1 200 OK|POST http://[::1/webhook HTTP/1.1|POST /webhook/\0 HTTP/1.1"
+    "|POST /web\thook HTTP/1.1|POST /webhook/\x7f HTTP/1.1|\x16\x03\x01\x02\0\x01"
+    "|POST /webhook\rHTTP/1.1|POST /webhook\nHTTP/1.1"
+)
+BAD_VERSIONS = (
+    "HTTP/1.2|HTTP/2.0|HTTP/0.9|HTTP/11|HTTP/1.|HTTP/1.1.1|http/1.1|HTTP/1.1;|X"
+)
+BAD_HEADERS = (
+    "no colon|: no name|X A: b|X-A : b|X-A\t: b|X\0A: b|X-A: b\0|X-A: b\rc|X-A: b\nc"
+    "|X-\xe9: b|X-A: b\x0b|X-A: \x7f|X(A): b|X-A: b\r\n folded|X-A: b\r\n\tfolded"
+    "|Content-Length : 8|Content-Length: 8|Content-Length: 9|Transfer-Encoding: chunked"
+    "|Transfer-Encoding : chunked|Transfer-Encoding:|Transfer-Encoding:\r\n chunked"
+)
+BAD_LENGTHS = "+8|-8|-0|8 8|8,8|8, 8|0x8|8.0|8e0||\xb2|1_0|8;|eight|1\r\n 8|8\0"
+BAD_CODINGS = (
+    'gzip|gzip, chunked|chunked, gzip|chunked, chunked|identity|xchunked|"chunked"'
+    "|chunked;q=1|chunked x|chunked\0|\x0bchunked|chunked\r\nTransfer-Encoding: chunked"
+)
+BAD_SIZES = "-8|+8|0x8| 8|8 |8\t|8\n|8;|8;a=\0|8;a\n|g|\xb2|8\r|7|9|1_0|8,8"
+
+
+def refused_at_once():
+    """Malformed requests; what follows them must not be taken for a request."""
+    coded = chunked(BODY)
+    for line in BAD_LINES.split("|"):
+        yield raw(LENGTH, line=line), BODY
+    for version in BAD_VERSIONS.split("|"):
+        yield raw(LENGTH, line=f"POST /webhook {version}"), BODY
+    for header in BAD_HEADERS.split("|"):
+        yield raw(header, LENGTH), BODY
+    for length in [*BAD_LENGTHS.split("|"), "9" * 5000]:
+        yield raw(f"Content-Length: {length}"), BODY
+    for coding in BAD_CODINGS.split("|"):
+        yield raw(f"Transfer-Encoding: {coding}"), coded
+    for size in [*BAD_SIZES.split("|"), "0" * 90_000]:
+        yield raw(CODED), coded.replace("8", size, 1)
+    yield raw(CODED), coded.replace("d\r\n", "d")
+    yield raw(CODED, line="POST /webhook HTTP/1.0"), coded
+    yield raw("X-Long: " + "a" * 70_000, LENGTH), BODY
+    yield raw(*["X-Many: a"] * 7_000, LENGTH), BODY
+    yield raw(LENGTH, line=f"POST /webhook/{'a' * 70_000} HTTP/1.1"), BODY
+
+
+def refused_in_time():
+    """Malformed requests that never end."""
+    yield raw("Content-Length: 9"), BODY
+    yield raw(LENGTH).replace(b"\r\n", b"\n"), BODY
+    yield raw(LENGTH).replace(b"\r\n", b"\r"), BODY
+    for body in (f"8\n{BODY}\n0\n\n", f"8\r\n{BODY}\r\n", f"{'F' * 30}\r\n{BODY}"):
+        yield raw(CODED), body
+    yield b"", "\0" * 1000
+
+
+class MalformedTest(Proof):
+    @classmethod
+    def setUpClass(cls):
+        """All are sent in three pieces, cut by chance, beside honest requests."""
+        chance, cls.answers, cls.server = (
+            Random(2),
+            {},
+            Service(REQUEST_TIMEOUT=1),
+        )
+        cls.server.start()
+        cls.addClassCleanup(cls.server.__exit__)
+        follow = raw(body=BODY)
+        cases = [h + b.encode("latin-1") + follow for h, b in refused_at_once()]
+        cases += [head + body.encode() for head, body in refused_in_time()]
+        cases += [chance.randbytes(300) + b"\r\n\r\n" + follow for _ in range(10)]
+        chance.shuffle(cases)
+        links = [dial(cls.server.port) for _ in cases]
+        cuts = [[0, *sorted(chance.choices(range(len(c)), k=2)), len(c)] for c in cases]
+        with Senders(cls.server.port, threads=4) as cls.honest:
+            for turn in range(3):
+                for case, link, cut in zip(cases, links, cuts, strict=True):
+                    link.sendall(case[cut[turn] : cut[turn + 1]])
+            for case, link in zip(cases, links, strict=True):
+                cls.addClassCleanup(link.close)
+                cls.answers[case] = answer(link)[0]
+
+    def test_each_is_refused(self):
+        good = {400, 408, 413, 431, 501}
+        wrong = {case[:150]: s for case, s in self.answers.items() if s not in good}
+        self.assertGreater(len(self.answers), 100)
+        self.maxDiff = None
+        self.assertEqual({}, wrong)
+
+    def test_nothing_of_them_is_kept(self):
+        found = rows(self.server.db, "SELECT * FROM fila WHERE payload NOT LIKE '[%'")
+        self.assertEqual([], found)
+
+    def test_no_honest_request_was_harmed(self):
+        self.assertTaken(self.honest)
+        self.assertKept(self.honest.acknowledged, self.server.db)
+
+    def test_the_server_is_idle_while_their_connections_are_still_open(self):
+        stat = pathlib.Path(f"/proc/{self.server.process.pid}/stat")
+        if not stat.exists():
+            self.skipTest("no /proc here")
+        before = stat.read_text().split()[13:15]
+        time.sleep(1)
+        spent = sum(map(int, stat.read_text().split()[13:15])) - sum(map(int, before))
+        self.assertLess(spent, 5)
+
+    def test_the_log_has_one_line_for_each_kind(self):
+        self.assertLess(len(self.server.log.read_text().splitlines()), 10)
+
+    def test_a_target_with_two_slashes_is_a_path(self):
+        self.assertEqual(404, self.server.call("POST", "//x", BODY)[0])
+
+    def test_urgent_data_ends_the_connection(self):
+        link = self.enter(dial(self.server.port, raw(body=BODY)[:-1]))
+        link.send(b"!", socket.MSG_OOB)
+        with contextlib.suppress(ConnectionResetError):
+            self.assertEqual(b"", link.recv(1))
+
+
 # The papers
 
 
@@ -3459,6 +4098,363 @@ class PapersTest(unittest.TestCase):
             self.assertLess(float(score[1]), 2.0)
 
 
+# The benchmark
+
+ROUNDS, SECONDS = 5, 2  # figures are medians of rounds; seconds that one load lasts
+CLAIMS, LIMIT = 4, 50  # claims in a round, messages in a claim
+SAMPLE = '{"event":"messages.upsert","instance":"loja","data":{"conversation":"'
+SAMPLE = (SAMPLE + "tudo bem? " * 80)[:797] + '"}}'
+
+
+def bench(names=()):
+    """Prints the table, or the rows whose names contain one of `names`."""
+    began = time.monotonic()
+    print(machine(), flush=True)
+    for name, measure in MEASURES.items():
+        if not names or any(part in name for part in names):
+            for what, figures, *target in measure():
+                goal, met = target or ("", None)
+                verdict = {True: "ok", False: "MISSED", None: ""}[met]
+                line = f"{name:15}  {what:20}  {figures:52}  {goal:23} {verdict}"
+                print(line.rstrip(), flush=True)
+    print(f"medians of {ROUNDS} rounds, {time.monotonic() - began:.0f} s in all")
+
+
+def machine():
+    """What the figures depend on, in one line."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        syncs = [timed(sync, file)[0] for _ in range(100)]
+    facts = (
+        f"{os.cpu_count()} cores",
+        f"Python {platform.python_version()}",
+        f"waitress {importlib.metadata.version('waitress')}",
+        f"SQLite {sqlite3.sqlite_version}",
+        f"{tempfile.gettempdir()} syncs in {statistics.median(syncs) * 1000:.2f} ms",
+        f"load by {load_tool() or 'the built-in client'}",
+    )
+    return ", ".join(facts)
+
+
+def sync(file):
+    file.write(bytes(4096))
+    os.fsync(file.fileno())
+
+
+def timed(function, *values):
+    """(seconds, what it returned)"""
+    began = time.perf_counter()
+    result = function(*values)
+    return time.perf_counter() - began, result
+
+
+# Subprocesses of the benchmark: this file, with the name of one of these functions
+
+
+def own_command(entry, *values):
+    here = str(pathlib.Path(__file__).resolve())
+    return [sys.executable, here, entry, *map(str, values)]
+
+
+def special(entry, folder=None):
+    service = Service(folder)
+    service.command = own_command(entry)
+    return service
+
+
+class Constant:
+    """In place of App and Store: nothing to do and nothing to keep."""
+
+    transaction = contextlib.nullcontext
+
+    def __init__(self):
+        self.store = self
+
+    def respond(self, environ):
+        return buffer.App.OK
+
+
+def ceiling():
+    """waitress answering a constant through the loop of buffer.py."""
+    settings = buffer.Settings.read(os.environ)
+    buffer.start_log(settings)
+    sockets = buffer.listen(settings.addr)
+    server = buffer.Server(settings, Constant(), sockets, buffer.SteadyClock())
+    buffer.log.info("the ceiling listens on %s,", ", ".join(server.addresses()))
+    server.run()
+
+
+def purging():
+    """buffer.py, with a housekeeper that works while its folder has a file `purge`."""
+
+    class Housekeeper(buffer.Housekeeper):
+        EVERY = 0.05
+
+        def tidy(self, bites=math.inf):
+            if os.path.exists("purge"):
+                super().tidy(bites)
+
+    buffer.Housekeeper = Housekeeper
+    sys.exit(buffer.main([]))
+
+
+def client(port, connections, seconds, each):
+    """The built-in load generator. Prints the values of a Load as JSON.
+
+    All connections open at once; each sends `each` requests or until the time is up. A
+    first latency includes connecting.
+    """
+    took, failed, began = [], 0, time.perf_counter()
+    until = began + float(seconds)
+    with selectors.DefaultSelector() as selector:
+        for _ in range(int(connections)):
+            talk = conversation(int(port), took, until, float(each))
+            selector.register(*next(talk), data=talk)
+        while selector.get_map():
+            for key, _ in selector.select():
+                try:
+                    sock, event = next(key.data)
+                    if event != key.events:
+                        selector.modify(sock, event, key.data)
+                except StopIteration as end:
+                    selector.unregister(key.fileobj)
+                    failed += end.value
+    rate = (len(took)) / (time.perf_counter() - began)
+    cuts = statistics.quantiles([s * 1000 for s in took or [0]] * 2, n=100)
+    print(json.dumps([rate, cuts[49], cuts[98], failed]))
+
+
+def conversation(port, took, until, each):
+    """One connection. Yields (socket, what to wait for); returns how many failed."""
+    request = http_post(SAMPLE.encode(), ["Content-Type: application/json"])
+    answer = re.compile(rb"(?is)HTTP/1.1 (\d+).*content-length: (\d+).*?\r\n\r\n(.*)")
+    failed = sent = 0
+    began = time.perf_counter()
+    with socket.socket() as sock, contextlib.suppress(ConnectionError):
+        sock.setblocking(False)
+        sock.connect_ex(("127.0.0.1", port))
+        yield sock, selectors.EVENT_WRITE
+        while sent < each and began < until:
+            sock.sendall(request)
+            data, found = b"", None
+            while not found or len(found[3]) < int(found[2]):
+                yield sock, selectors.EVENT_READ
+                part = sock.recv(65536)
+                if not part:
+                    raise ConnectionResetError
+                data += part
+                found = answer.match(data)
+            now = time.perf_counter()
+            if found[1] == b"200":
+                took.append(now - began)
+            else:
+                failed += 1
+            sent, began = sent + 1, now
+        return failed
+    return failed + (1 if each == math.inf else each - sent)
+
+
+# Load
+
+
+class Load(collections.namedtuple("Load", "rate p50 p99 failed")):
+    """Answers 200 per second, two latencies in ms, and how many were no 200."""
+
+    def __str__(self):
+        return (
+            f"{self.rate:6,.0f}/s  p50 {self.p50:6.2f} ms  p99 {self.p99:6.2f} ms  "
+            f"{self.failed:.0f} failed"
+        )
+
+    @classmethod
+    def median(cls, loads):
+        """Of each figure; but of failures the sum."""
+        middle = cls(*map(statistics.median, zip(*loads)))
+        return middle._replace(failed=sum(load.failed for load in loads))
+
+
+def load_tool():
+    return next(filter(shutil.which, ("wrk", "hey")), None)
+
+
+def load(service, connections):
+    """A Load of keep-alive connections, each busy all the time."""
+    tools = {"wrk": load_by_wrk, "hey": load_by_hey, None: load_by_client}
+    return tools[load_tool()](service.port, connections)
+
+
+WRK = f"""
+wrk.method, wrk.path, wrk.body = "POST", "/webhook", [[{SAMPLE}]]
+wrk.headers["X-Token"], wrk.headers["Content-Type"] = "{TOKEN}", "application/json"
+function done(summary, latency)
+  local bad = summary.errors  -- those of status are among the requests
+  print(1e6 * (summary.requests - bad.status) / summary.duration,
+    latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
+    bad.status + bad.connect + bad.read + bad.write + bad.timeout)
+end
+"""
+
+
+def load_by_wrk(port, connections):
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+        script.write(WRK)
+        script.flush()
+        how = ["-t1", f"-c{connections}", f"-d{SECONDS}s", "-s", script.name]
+        command = ["wrk", *how, f"http://127.0.0.1:{port}"]
+        output = subprocess.check_output(command, text=True)
+    return Load(*map(float, output.splitlines()[-1].split()))
+
+
+def load_by_hey(port, connections):
+    how = f"-z {SECONDS}s -c {connections} -m POST -T application/json -H".split()
+    what = [f"X-Token: {TOKEN}", "-d", SAMPLE, f"http://127.0.0.1:{port}/webhook"]
+    output = subprocess.check_output(["hey", *how, *what], text=True)
+
+    def number(pattern):
+        return sum(map(float, re.findall(pattern, output)))  # 0 where there is none
+
+    good = number(r"\[200\]\s+(\d+) responses")
+    failed = number(r"\[\d+\]\s+(\d+) responses") - good + number(r"\[(\d+)\]\s+Post")
+    seconds = number(r"Total:\s+([\d.]+) secs")
+    p50, p99 = (1000 * number(rf"{n}% in ([\d.]+) secs") for n in (50, 99))
+    return Load(good / seconds, p50, p99, failed)
+
+
+def load_by_client(port, connections, seconds=SECONDS, each=math.inf):
+    command = own_command("client", port, connections, seconds, each)
+    return Load(*json.loads(subprocess.check_output(command, timeout=120)))
+
+
+# What is measured: rows of (what, figures), or with (target, whether it is met)
+
+
+def keep_alive(connections):
+    top, taken = [], []
+    with Service() as service, special("ceiling") as constant:
+        for _ in range(ROUNDS):
+            top.append(load(constant, connections))
+            taken.append(load(service, connections))
+        stored = count(service.db, "pendente")
+    share = [100 * this.rate / best.rate for this, best in zip(taken, top)]
+    share = statistics.median(share)
+    answered = sum(some.rate for some in taken) * SECONDS
+    assert stored >= 0.98 * answered, f"{answered} answers but {stored} messages"
+    taken = Load.median(taken)
+    swift = ("p99 < 100 ms", taken.p99 < 100) if connections == 256 else ()
+    ample = ("at least 60 %", share >= 60) if connections > 1 else ()
+    yield "durable accepts", str(taken), *swift
+    yield "ceiling", str(Load.median(top))
+    yield "accepts of ceiling", f"{share:6.1f} %", *ample
+
+
+def burst():
+    with Service() as service:
+        loads = [load_by_client(service.port, 500, 60, 10) for _ in range(ROUNDS)]
+    taken = Load.median(loads)
+    met = taken.p99 < 400 and not taken.failed
+    yield "5,000 on 500 new", str(taken), "p99 < 400 ms, 0 failed", met
+
+
+def memory():
+    with Service() as service:
+        for when in ("idle", "idle after a load"):
+            status = pathlib.Path(f"/proc/{service.process.pid}/status").read_text()
+            size = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
+            yield when, f"{size:6.1f} MB", "< 60 MB", size < 60
+            load(service, 256)
+
+
+def claims():
+    """Claims with 1,000 to 1,000,000 messages waiting, and each message settled."""
+    spent = {size: ([], []) for size in (1_000, 100_000, 1_000_000)}
+    with contextlib.ExitStack() as stack:
+        lines = {}
+        for size in spent:
+            service = Service()
+            fill(service.db, size + ROUNDS * CLAIMS * LIMIT)
+            lines[size] = stack.enter_context(service).connect()
+        for size in list(spent) * ROUNDS:
+            for _ in range(CLAIMS):
+                claim_and_settle(lines[size], *spent[size])
+    for size, times in spent.items():
+        claim, settle = spent[size] = [*map(statistics.median, times)]
+        yield f"claim of {size:,}", f"{LIMIT / claim:6,.0f}/s  {claim * 1e3:.2f} ms"
+        yield f"settle of {size:,}", f"{1 / settle:6,.0f}/s  {settle * 1e3:.2f} ms"
+    ratio = spent[1_000_000][0] / spent[1_000][0]
+    yield "claim, most / least", f"{ratio:6.2f}", "at most 2", ratio <= 2
+
+
+def claim_and_settle(line, claim, settle):
+    def ask(path):
+        line.request("POST", path, headers={"X-Token": TOKEN})
+        answer = line.getresponse()
+        assert answer.status == 200, answer.status
+        return json.loads(answer.read())
+
+    seconds, items = timed(ask, f"/fila/pegar?limite={LIMIT}")
+    assert len(items) == LIMIT, len(items)
+    claim.append(seconds)
+    settle.extend(timed(ask, f"/fila/{item['id']}/processado")[0] for item in items)
+
+
+def purge():
+    """Webhooks with and without a purge of 500,000 messages behind them.
+
+    It ends with the service, after a round; the next goes on with what is left.
+    """
+    calm, busy, deleted = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        fill(pathlib.Path(folder, "b.sqlite"), 500_000, settled=True)
+        for _ in range(ROUNDS):
+            with special("purging", folder) as service:
+                calm.append(load(service, 64))
+                before = count(service.db, "processado")
+                pathlib.Path(folder, "purge").touch()
+                busy.append(load(service, 64))
+                left = count(service.db, "processado")
+                pathlib.Path(folder, "purge").unlink()
+            assert 0 < left < before, "the purge did not go on all the time"
+            deleted.append((before - left) / SECONDS)
+    ratio = statistics.median(b.p99 / c.p99 for b, c in zip(busy, calm))
+    yield "quiet, 64", str(Load.median(calm))
+    yield "purging, 64", str(Load.median(busy))
+    yield "deleted meanwhile", f"{statistics.median(deleted):6,.0f}/s"
+    yield "p99, purging / quiet", f"{ratio:6.2f}", "at most 3", ratio <= 3
+
+
+def fill(path, number, settled=False):
+    """Makes a file with so many messages of 30 days ago, all alike."""
+    store = buffer.Store(str(path), clock=lambda: time.time() - 30 * 86400)
+    headers = '{"host":"127.0.0.1:8080","content-type":"application/json"}'
+    store.webhook(SAMPLE.encode(), method="POST", headers=headers)
+    if settled:
+        store.processado(1)
+    store.close()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA journal_mode = OFF")  # twice as fast; COMMIT syncs
+        columns = [name for _, name, *_ in db.execute("PRAGMA table_info(fila)")]
+        names = ", ".join(columns[1:])  # without id
+        row = db.execute(f"SELECT {names} FROM fila").fetchone()
+        insert = f"INSERT INTO fila ({names}) VALUES ({', '.join('?' * len(row))})"
+        db.executemany(insert, itertools.repeat(row, number - 1))
+
+
+def count(path, status):
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        sql = "SELECT count(*) FROM fila WHERE status = ?"
+        return db.execute(sql, [status]).fetchone()[0]
+
+
+MEASURES = {
+    "1 connection": functools.partial(keep_alive, 1),
+    "64 connections": functools.partial(keep_alive, 64),
+    "256 connections": functools.partial(keep_alive, 256),
+    "burst": burst,
+    "memory": memory,
+    "claim, settle": claims,
+    "purge": purge,
+}
+
+
 # Running them
 
 
@@ -3471,7 +4467,15 @@ def chosen(suite, words):
             yield test
 
 
+# Subprocesses of the tests and of the benchmark run this file with one of these words.
+ENTRIES = {"ceiling": ceiling, "purging": purging, "client": client}
+
+
 def main():
+    if sys.argv[1:2] == ["bench"]:
+        return bench(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in ENTRIES:
+        return ENTRIES[sys.argv[1]](*sys.argv[2:])
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
     buffer.descriptor_limit()
     loaded = unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
