@@ -584,9 +584,8 @@ SELECT id
 LOOK = f"""
 SELECT {ITEM}, typeof(payload) AS kind, size, status, reason, lease_until, available_at,
        settled_at
-  FROM fila NOT INDEXED
- WHERE id IN (SELECT value FROM json_each(:ids))
- ORDER BY id"""
+  FROM fila
+ WHERE id = :id"""
 LOOK_SHORT = LOOK.replace("payload AS BLOB", "substr(payload, 1, 2048) AS BLOB")
 
 OLD = """
@@ -949,8 +948,12 @@ class Store:
         return sorted(row["id"] for row in found)[:limit]
 
     def look(self, ids, whole):
-        """Rows of messages as they are; of the payload the first 2 kB unless `whole`."""
-        return self._run(LOOK if whole else LOOK_SHORT, ids=json.dumps(ids))
+        """Rows of messages as they are; of the payload the first 2 kB unless `whole`.
+
+        One by one, because 500 whole messages could be more than the memory.
+        """
+        for id_ in ids:
+            yield from self._run(LOOK if whole else LOOK_SHORT, id=id_)
 
     def delete(self, id_):
         """Erases a message and its bytes; whether there was one."""
@@ -1425,6 +1428,10 @@ class Request:
         """The first value of a name in the query, or None."""
         return self.query.get(name, [None])[0]
 
+    def source_name(self):
+        """`fonte` as names are kept, or None."""
+        return (self.word("fonte") or "").lower() or None
+
     def number(self, name, low, high, default):
         """A whole number from the query; `default` when it is anything else."""
         text = self.word(name) or ""
@@ -1846,7 +1853,7 @@ class App:
                 request.number("limite", 1, 500, default=50),
                 request.number("reserva", 1, 604800, default=settings.lease),
                 settings.max_batch_bytes,
-                source=request.word("fonte"),
+                source=request.source_name(),
                 in_work=in_work,
             )
             if not rows:
@@ -1876,8 +1883,12 @@ class App:
             return self.settle(request, "pendente", self.store.reenviar)
         if status not in ("erro", "processado"):
             raise Refusal(400, "status deve ser erro ou processado")
-        until = request.number("ate", 1, 10**18, default=2**63 - 1)
-        where = {"source": request.word("fonte"), "until": until}
+        if request.read(self.settings.max_body):
+            raise Refusal(400, "status na URL ou ids no corpo, não os dois")
+        until = request.number("ate", 1, 10**18, default=None)
+        if until is None and request.word("ate") is not None:
+            raise Refusal(400, "ate inválido")  # it would mean all of them
+        where = {"source": request.source_name(), "until": until or 2**63 - 1}
         with self.store.transaction():
             ids = self.store.ids([status], limit=self.MANY + 1, **where)
             self.store.reenviar(ids[: self.MANY])
@@ -1929,6 +1940,9 @@ class App:
                 if outcome.refused
             ],
         }
+        used_up = [id_ for id_ in answer["ids"] if outcomes[id_].status != status]
+        if used_up:  # devolver at the last attempt
+            answer["esgotados"] = used_up
         return Reply.json(json.dumps(answer, ensure_ascii=False).encode())
 
     def ids(self, request):
@@ -1956,18 +1970,22 @@ class App:
             raise Refusal(400, f"status deve ser um de {', '.join(STATUSES)}")
         ids = self.store.ids(
             [status] if status else STATUSES,
-            source=request.word("fonte"),
+            source=request.source_name(),
             after=request.number("depois", 0, 10**18, default=0),
             limit=request.number("limite", 1, 500, default=50),
         )
-        rows = self.store.look(ids, request.word("completo") == "1")
-        return Reply.json(b"[%s]" % b",".join(map(looked_json, rows)))
+        shown, size = [], 0
+        for row in self.store.look(ids, whole=request.word("completo") == "1"):
+            size += len(row["body"])
+            if shown and size > self.settings.max_batch_bytes:
+                break
+            shown.append(looked_json(row))
+        return Reply.json(b"[%s]" % b",".join(shown))
 
     def look(self, request):
-        rows = self.store.look([self.id(request)], whole=True)
-        if not rows:
-            raise Refusal(404, "mensagem não encontrada")
-        return Reply.json(looked_json(rows[0]))
+        for row in self.store.look([self.id(request)], whole=True):
+            return Reply.json(looked_json(row))
+        raise Refusal(404, "mensagem não encontrada")
 
     def delete(self, request):
         if not self.store.delete(self.id(request)):

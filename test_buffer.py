@@ -1997,8 +1997,13 @@ class BatchTest(QueueCase):
             self.assertFalse(answer["mais"])
             for id_ in ids:
                 self.assertEqual("pendente", self.row(id_)["status"])
-        for status in ("pendente", "processando", "x", ""):
-            self.assertEqual(400, self.post(f"/fila/reenviar?status={status}")[0])
+        self.settle(9, "erro")
+        for query, value in (
+            *((f"?status={status}", None) for status in ("pendente", "x", "")),
+            ("?status=erro&ate=abc", None),
+            ("?status=erro", {"ids": [1]}),
+        ):
+            self.assertEqual(400, self.post("/fila/reenviar" + query, value)[0])
 
     def test_replay_of_very_many_says_that_there_are_more(self):
         self.messages(3)
@@ -2072,6 +2077,13 @@ class AttemptsTest(QueueCase):
             status, answer = self.post("/fila/1/devolver?em=0")
         self.assertEqual((200, "erro"), (status, answer["status"]))
         self.assertIn("última tentativa", self.row(1)["reason"])
+
+    def test_a_batch_tells_for_which_they_are_used_up(self):
+        self.messages(2)
+        self.store._run("UPDATE fila SET attempts = 2 WHERE id = 1")
+        self.claim()
+        _, answer = self.post("/fila/devolver", {"ids": [1, 2]})
+        self.assertEqual(([1, 2], [1]), (answer["ids"], answer["esgotados"]))
 
     def test_the_last_reason_given_is_kept(self):
         self.send()
@@ -2171,7 +2183,8 @@ class ClaimOptionsTest(QueueCase):
             self.store.webhook(b"{}", source=source)
         self.assertEqual([2, 4], [item["id"] for item in self.claim("?fonte=a")])
         self.assertEqual([], self.claim("?fonte=x"))
-        self.assertEqual([1, 3], [item["id"] for item in self.claim()])
+        self.assertEqual([3], [item["id"] for item in self.claim("?fonte=B")])
+        self.assertEqual([1], [item["id"] for item in self.claim("?fonte=")])
 
     def test_formato_n8n(self):
         self.send(b'{"a":1.10}', "/webhook/x?q=1", CONTENT_TYPE="application/json")
@@ -2266,6 +2279,9 @@ class ListTest(QueueCase):
         self.assertEqual({"a": text}, whole[0]["payload"])
         self.assertNotIn("cortado", whole[0])
         self.assertEqual(text, self.get("/fila/10")["payload"])
+        self.open(MAX_BATCH_BYTES="20000")
+        self.assertEqual([9], self.ids("?depois=8&completo=1"))
+        self.assertEqual([10, 11], self.ids("?depois=9&completo=1"))
 
     def test_one(self):
         self.assertEqual("bad", self.get("/fila/2")["motivo"])
