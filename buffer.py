@@ -57,6 +57,7 @@ import os
 import re
 import resource
 import secrets
+import select
 import signal
 import socket
 import sqlite3
@@ -369,7 +370,8 @@ CREATE INDEX IF NOT EXISTS fila_source
  WHERE source IS NOT NULL;
 CREATE UNIQUE INDEX IF NOT EXISTS fila_event ON fila(coalesce(source, ''), event_id)
  WHERE event_id IS NOT NULL;
-CREATE INDEX IF NOT EXISTS fila_delayed ON fila(id, source, status, available_at)
+CREATE INDEX IF NOT EXISTS fila_delayed
+    ON fila(id, source, status, available_at, size)
  WHERE status = 'pendente' AND available_at IS NOT NULL;
 CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, status)
  WHERE status = 'processando';
@@ -380,7 +382,7 @@ CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
 # What the Go program left without lease, size or time of settling; it gave ten minutes.
 ADOPT = (
     """
-UPDATE fila
+UPDATE fila INDEXED BY fila_lease
    SET lease_until = coalesce(datetime(locked_at, '+600 seconds'), :now)
  WHERE status = 'processando'
    AND (lease_until IS NULL OR lease_until <= locked_at)""",
@@ -423,7 +425,8 @@ LEASE_ENDED = """
 UPDATE fila
    SET status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
-       reason = iif(attempts < :most, reason, 'prazo esgotado na última tentativa'),
+       reason = iif(attempts < :most, reason,
+                    coalesce(reason, 'prazo esgotado na última tentativa')),
        lost = abs(lost),
        locked_at = NULL,
        lease_until = NULL
@@ -450,16 +453,6 @@ DUE = """
 SELECT id, size, lost, attempts
   FROM fila INDEXED BY fila_queue
  WHERE status = 'pendente'
-   AND available_at IS NULL
-   AND attempts < :most
- ORDER BY id
- LIMIT :limit"""
-
-DUE_FONTE = """
-SELECT id, size, lost, attempts
-  FROM fila INDEXED BY fila_source
- WHERE source = :source
-   AND status = 'pendente'
    AND available_at IS NULL
    AND attempts < :most
  ORDER BY id
@@ -551,7 +544,7 @@ SELECT id, status, attempts
  WHERE id IN (SELECT value FROM json_each(:ids))"""
 
 LIST = """
-SELECT id
+SELECT id, size
   FROM fila INDEXED BY fila_queue
  WHERE status = :status
    AND available_at IS NULL
@@ -560,19 +553,8 @@ SELECT id
  ORDER BY id
  LIMIT :limit"""
 
-LIST_FONTE = """
-SELECT id
-  FROM fila INDEXED BY fila_source
- WHERE source = :source
-   AND status = :status
-   AND available_at IS NULL
-   AND id > :after
-   AND id <= :until
- ORDER BY id
- LIMIT :limit"""
-
 LIST_DELAYED = """
-SELECT id
+SELECT id, size
   FROM fila INDEXED BY fila_delayed
  WHERE status = 'pendente'
    AND available_at IS NOT NULL
@@ -580,6 +562,14 @@ SELECT id
    AND (:source IS NULL OR source = :source)
  ORDER BY id
  LIMIT :limit"""
+
+# The same for one source.
+DUE_FONTE, LIST_FONTE = (
+    sql.replace("fila_queue", "fila_source").replace(
+        "WHERE", "WHERE source = :source\n   AND"
+    )
+    for sql in (DUE, LIST)
+)
 
 LOOK = f"""
 SELECT {ITEM}, typeof(payload) AS kind, size, status, reason, lease_until, available_at,
@@ -668,14 +658,14 @@ def without_poison(rows, limit, most):
     lease ran out comes back only among its like and in half as big a claim, the last
     time alone. The oldest due message decides whether it is such a claim.
     """
-    lost = rows[0]["lost"] > 0
-    rows = [row for row in rows if (row["lost"] > 0) == lost]
-    if lost:
-        last = rows[0]["attempts"] + 1 >= most
-        limit = min(limit, 1 if last else max(1, rows[0]["lost"] // 2))
-        rows = [row for row in rows if row["lost"] // 2 >= limit or limit == 1]
-        rows = [row for row in rows if row["attempts"] + 1 < most or limit == 1]
-    return rows, limit
+    first = rows[0]
+    if first["lost"] <= 0:
+        return [row for row in rows if row["lost"] <= 0], limit
+    limit = min(limit, first["lost"] // 2)
+    if limit < 2 or first["attempts"] + 1 >= most:
+        return rows[:1], 1
+    lost = [row for row in rows if row["lost"] // 2 >= limit]
+    return [row for row in lost if row["attempts"] + 1 < most], limit
 
 
 class Outcome(typing.NamedTuple):
@@ -702,7 +692,7 @@ class Store:
     VERSION = 1  # PRAGMA user_version of our files; the Go program leaves it at 0
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
-    BITE = 1000  # rows that a lease or a delay ends for at once
+    BITE = 200  # rows whose lease or delay ends at once: each is written anew
 
     def __init__(self, path, clock=time.time, max_attempts=10, backoff=30):
         """Opens or makes the file. StartError when it cannot be used."""
@@ -714,6 +704,7 @@ class Store:
             )
         self.path, self.clock = os.path.abspath(path), clock
         self.most, self.backoff = max_attempts, backoff
+        self.used_up = 0  # messages that have gone to erro after their last attempt
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
         self._depth = 0  # how many transactions are open inside each other
@@ -838,8 +829,7 @@ class Store:
                 if failed and self._db.in_transaction:  # else SQLite has done it
                     self._db.execute(rollback)
             if self.erased and not self._depth:
-                self.erased = False
-                self.checkpoint()
+                self.erased = not self.checkpoint()
         finally:
             self._lock.release()
 
@@ -867,11 +857,7 @@ class Store:
             if in_work is not None:
                 [[busy]] = self._run(IN_WORK, limit=in_work)
                 limit = min(limit, in_work - busy)
-            due = {"limit": 2 * limit, "most": self.most}
-            if source is None:
-                rows = self._run(DUE, **due)
-            else:
-                rows = self._run(DUE_FONTE, source=source, **due)
+            rows = self._of(DUE, DUE_FONTE, source, limit=2 * limit, most=self.most)
             if limit <= 0 or not rows:
                 return []
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
@@ -880,10 +866,18 @@ class Store:
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
 
     def lease_ended(self):
-        """Ends up to 1,000 leases that ran out: back to the queue, or to erro when the
-        attempts are used up. How many there were."""
+        """Ends leases that ran out, the oldest first: back to the queue, or to erro when
+        the attempts are used up. How many there were, up to BITE."""
         with self.transaction() as now:
-            return len(self._run(LEASE_ENDED, now=now, most=self.most, limit=self.BITE))
+            ended = self._run(LEASE_ENDED, now=now, most=self.most, limit=self.BITE)
+            self._count_used_up(row["status"] for row in ended)
+            return len(ended)
+
+    def _count_used_up(self, statuses):
+        count = list(statuses).count("erro")
+        self.used_up += count
+        if count:
+            log.warning("%d messages have used up their attempts, see erro", count)
 
     def processado(self, ids, attempt=None):
         """Done. Like the other verdicts it takes ids and perhaps the attempt that is
@@ -898,7 +892,9 @@ class Store:
         """Failed for now: again after `delay` seconds, or after the backoff."""
         values = {"most": self.most, "backoff": self.backoff, "reason": reason}
         values.update(delay=delay, epoch=math.ceil(self.clock()))
-        return self._settle(DEVOLVER, ids, attempt, "pendente", **values)
+        outcomes = self._settle(DEVOLVER, ids, attempt, "pendente", **values)
+        self._count_used_up(o.status for o in outcomes.values() if not o.refused)
+        return outcomes
 
     def estender(self, ids, attempt=None, lease=600):
         """Still at work: the lease runs `lease` seconds from now."""
@@ -933,19 +929,21 @@ class Store:
             outcomes[id_] = Outcome(refused, status, count)
         return outcomes
 
-    def ids(self, statuses, source=None, after=0, until=2**63 - 1, limit=50):
-        """Ids of messages with one of the statuses, in order, as JSON."""
+    def list(self, statuses, source=None, after=0, until=2**63 - 1, limit=50):
+        """Rows (id, size) of messages with one of the statuses, in the order of ids."""
         found = []
         for status in statuses:
             where = {"after": after, "limit": limit}
             if status == "pendente":
                 found += self._run(LIST_DELAYED, source=source, **where)
             where.update(status=status, until=until)
-            if source is None:
-                found += self._run(LIST, **where)
-            else:
-                found += self._run(LIST_FONTE, source=source, **where)
-        return sorted(row["id"] for row in found)[:limit]
+            found += self._of(LIST, LIST_FONTE, source, **where)
+        return sorted(found, key=lambda row: row["id"])[:limit]
+
+    def _of(self, sql, sql_of_source, source, **values):
+        if source is None:
+            return self._run(sql, **values)
+        return self._run(sql_of_source, source=source, **values)
 
     def look(self, ids, whole):
         """Rows of messages as they are; of the payload the first 2 kB unless `whole`.
@@ -1008,13 +1006,16 @@ class Store:
             return 0 < after < before
 
     def checkpoint(self):
-        """Empties the WAL into the database, unless that means waiting for a reader."""
+        """Empties the WAL into the database, unless that means waiting for a reader;
+        whether it could."""
         with self._lock:
             self._run("PRAGMA busy_timeout = 0")
             try:
-                self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+                [[busy, *_]] = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+                return not busy
             except sqlite3.OperationalError as error:
                 log.debug("no checkpoint now: %s", error)
+                return False
             finally:
                 self._run(f"PRAGMA busy_timeout = {self.BUSY * 1000}")
 
@@ -1271,13 +1272,14 @@ def find_word(word, request):
 class Reply:
     """A finished answer; `body` is bytes.
 
-    With `wait` it is what to answer when nothing better comes in so many seconds.
+    With `wait` it is what to answer when nothing better comes in so many seconds, and
+    requests with the same `wait_for` wait for the same.
     """
 
-    __slots__ = ("body", "code", "headers", "status", "wait")
+    __slots__ = ("body", "code", "headers", "status", "wait", "wait_for")
 
-    def __init__(self, code, body, kind, headers=(), wait=0):
-        self.code, self.body, self.wait = code, body, wait
+    def __init__(self, code, body, kind, headers=(), wait=0, wait_for=None):
+        self.code, self.body, self.wait, self.wait_for = code, body, wait, wait_for
         self.status = f"{code} {http.HTTPStatus(code).phrase}"
         length = str(len(body))
         self.headers = (("Content-Type", kind), ("Content-Length", length), *headers)
@@ -1285,8 +1287,8 @@ class Reply:
             self.headers = tuple(headers)
 
     @classmethod
-    def json(cls, body, wait=0):
-        return cls(200, body + b"\n", "application/json", wait=wait)
+    def json(cls, body, **wait):
+        return cls(200, body + b"\n", "application/json", **wait)
 
     def wsgi(self, environ, start_response):
         start_response(self.status, list(self.headers))
@@ -1838,22 +1840,23 @@ class App:
         return echo(query["hub.challenge"])
 
     def pegar(self, request):
-        """A batch. With `espera`, under our own server, nothing is answered later:
-        environ["buffer.waiting"] says how many wait for the same already."""
-        wait = min(request.number("espera", 1, 10**9, default=0), self.LONGEST_WAIT)
-        waiting = request.environ.get("buffer.waiting")
-        nothing = Reply.json(b"[]", wait=0 if waiting is None else wait)
-        if nothing.wait and waiting:
-            return nothing
-        settings = self.settings
+        """A batch. With `espera`, under our own server, the answer can wait:
+        environ["buffer.wait"] is "later" when it comes and "now" when there is news."""
+        when = request.environ.get("buffer.wait")
+        wait = request.number("espera", 1, 10**9, default=0) if when else 0
+        source, settings = request.source_name(), self.settings
         in_work = request.number("max", 0, 10**9, default=None)
+        wait, wait_for = min(wait, self.LONGEST_WAIT), (source, in_work)
+        nothing = Reply.json(b"[]", wait=wait, wait_for=wait_for)
+        if wait and when == "later":
+            return nothing
         shown = item_n8n if request.word("formato") == "n8n" else item_json
         with self.store.transaction():  # a batch that cannot be shown is not given out
             rows = self.store.pegar(
                 request.number("limite", 1, 500, default=50),
                 request.number("reserva", 1, 604800, default=settings.lease),
                 settings.max_batch_bytes,
-                source=request.source_name(),
+                source=source,
                 in_work=in_work,
             )
             if not rows:
@@ -1890,10 +1893,11 @@ class App:
             raise Refusal(400, "ate inválido")  # it would mean all of them
         where = {"source": request.source_name(), "until": until or 2**63 - 1}
         with self.store.transaction():
-            ids = self.store.ids([status], limit=self.MANY + 1, **where)
-            self.store.reenviar(ids[: self.MANY])
-        count = len(ids[: self.MANY])
-        answer = {"status": "pendente", "quantidade": count, "mais": len(ids) > count}
+            rows = self.store.list([status], limit=self.MANY, **where)
+            ids = fitting(rows, self.MANY, 64 << 20)
+            self.store.reenviar(ids)
+            more = bool(self.store.list([status], limit=1, **where))
+        answer = {"status": "pendente", "quantidade": len(ids), "mais": more}
         return Reply.json(json.dumps(answer).encode())
 
     def no_such_verdict(self, request):
@@ -1968,13 +1972,13 @@ class App:
         status = request.word("status")
         if status not in (None, *STATUSES):
             raise Refusal(400, f"status deve ser um de {', '.join(STATUSES)}")
-        ids = self.store.ids(
+        rows = self.store.list(
             [status] if status else STATUSES,
             source=request.source_name(),
             after=request.number("depois", 0, 10**18, default=0),
             limit=request.number("limite", 1, 500, default=50),
         )
-        shown, size = [], 0
+        ids, shown, size = [row["id"] for row in rows], [], 0
         for row in self.store.look(ids, whole=request.word("completo") == "1"):
             size += len(row["body"])
             if shown and size > self.settings.max_batch_bytes:
@@ -2254,6 +2258,7 @@ class Channel(HTTPChannel):
     reply = None  # to the request in hand
     lingers = draining = False
     doing = since = None  # what check() saw it do, and since when
+    wait_for = number = until = None  # of a request that waits: for what, in what place
 
     def check(self, now, request_timeout, idle):
         """Ends what takes too long; called every second with monotonic seconds.
@@ -2278,22 +2283,21 @@ class Channel(HTTPChannel):
         elif now - self.since >= idle:
             self.handle_close()
 
-    def park(self, until):
+    def park(self):
         """Waits for a message; out of the map it costs the loop nothing."""
-        self.until = until
-        del self._map[self._fileno]
+        self._map.pop(self._fileno, None)
 
-    def unpark(self):
-        self._map[self._fileno] = self
+    def answer(self):
+        """Sends the reply, if somebody is there to have it."""
+        if self.connected:
+            self._map[self._fileno] = self
+            self.service()
 
     def hung_up(self):
         """Nobody reads a connection that waits, so it has to be looked at."""
-        try:
-            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        watch = select.poll()
+        watch.register(self.socket, select.POLLRDHUP)
+        return bool(watch.poll(0))
 
     def idle(self):
         return self.draining or not (
@@ -2332,18 +2336,18 @@ class Rounds:
     application in one transaction and lets the answers go after the commit: a burst of
     200 webhooks costs one sync, and threads would only hand the GIL to and fro.
 
-    A request whose reply can wait is parked. After each round that has changed
-    something the parked ones are asked again, in the order in which they came.
+    A request whose reply can wait is parked, and asked again in a round that has changed
+    something. Of those that wait for the same only the first is asked.
     """
 
-    PARKED = 2000  # more are answered at once
-
-    def __init__(self, app):
+    def __init__(self, app, room):
         self.app = app
+        self.room = room  # for so many parked requests
         self.waiting = []  # channels with a request to answer in this round
-        self.parked = []  # channels with a request that waits for a message
+        self.parked = {}  # what they wait for: deque of channels
         self.until = math.inf  # when the first of them has waited long enough
         self.closing = False  # the server stops, and connections end with their answer
+        self._numbers = itertools.count()
         self._changes = 0
 
     def add_task(self, channel):
@@ -2352,29 +2356,27 @@ class Rounds:
     def answer(self, look=False):
         """Answers what waits; with `look` also what a change of time has made due."""
         asked, self.waiting = [c for c in self.waiting if c.connected], []
-        woken = []
         if not asked and not (look and self.parked):
             return
+        woken = []
         for channel in asked:
             channel.reply = None
         try:
             with self.app.store.transaction():
                 for channel in asked:
                     channel.reply = self.reply(channel)
-                if look or self.app.store.changes() != self._changes:
-                    self.wake(asked, woken)
-                self._changes = self.app.store.changes()
+                self.wake([c for c in asked if c.reply.wait], look, woken)
         except sqlite3.Error as error:
             failure = self.app.failed(error)
             for channel in asked + woken:  # a refusal that needed no store stays one
                 if not channel.reply or channel.reply.code in DEPENDING:
                     channel.reply = failure
-        self.release(woken)
-        for channel in asked:
-            if channel.reply.wait and not self.closing and channel not in woken:
-                self.park(channel)
-            elif channel.connected:
-                channel.service()
+                    self.leave(channel)
+        for channel in dict.fromkeys(asked + woken):
+            if channel.wait_for:
+                channel.park()
+            else:
+                channel.answer()
 
     def reply(self, channel):
         request = channel.requests[0]
@@ -2383,54 +2385,76 @@ class Rounds:
         else:
             environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": channel.addr[0]}
         if not request.error:
+            if self.room > 0 and not self.closing:
+                environ["buffer.wait"] = "later"
             channel.environ = environ
-            query = environ["QUERY_STRING"]
-            same = sum(c.environ["QUERY_STRING"] == query for c in self.parked)
-            if len(self.parked) < self.PARKED:
-                environ["buffer.waiting"] = same
             return self.app.respond(environ)
         code = request.error.code
         if code not in PARSER_REFUSALS:
             return self.app.failed(request.error.body)
         return self.app.refuse(Refusal(code, PARSER_REFUSALS[code]), environ)
 
-    def wake(self, asked, woken):
-        """Asks again for those that wait until nothing is left; they go to `woken`."""
-        nothing_for = set()
-        for channel in [*self.parked, *asked]:
-            query = channel.reply.wait and channel.environ["QUERY_STRING"]
-            if not channel.reply.wait or query in nothing_for:
-                continue
-            if channel.hung_up():
-                channel.handle_close()
-                woken.append(channel)
-                continue
-            reply = self.app.respond({**channel.environ, "buffer.waiting": 0})
-            if reply.wait:
-                nothing_for.add(query)
-            else:
-                channel.reply = reply
-                woken.append(channel)
+    def wake(self, fresh, look, woken):
+        """Asks those that wait and for whom there may be something, in the order in which
+        they came. Who has an answer, or has hung up, goes to `woken`."""
+        for channel in fresh:
+            self.enter(channel)
+        kinds = set(self.parked)
+        if look:
+            for channel in self.everybody():
+                self.drop_if_gone(channel, woken)
+        elif self.app.store.changes() == self._changes:  # nothing new for the others
+            kinds = {channel.wait_for for channel in fresh}
+        kinds &= set(self.parked)
+        while kinds:
+            kind = min(kinds, key=lambda kind: self.parked[kind][0].number)
+            channel = self.parked[kind][0]
+            if not self.drop_if_gone(channel, woken):
+                reply = self.app.respond({**channel.environ, "buffer.wait": "now"})
+                if reply.wait:
+                    kinds.remove(kind)
+                else:
+                    channel.reply = reply
+                    self.leave(channel)
+                    woken.append(channel)
+            kinds &= set(self.parked)
+        self._changes = self.app.store.changes()
 
-    def park(self, channel):
-        channel.park(time.monotonic() + channel.reply.wait)
-        self.parked.append(channel)
+    def drop_if_gone(self, channel, woken):
+        gone = channel.hung_up()
+        if gone:
+            self.leave(channel)
+            channel.handle_close()
+            woken.append(channel)
+        return gone
+
+    def everybody(self):
+        return [channel for queue in self.parked.values() for channel in queue]
+
+    def enter(self, channel):
+        channel.wait_for, channel.number = channel.reply.wait_for, next(self._numbers)
+        channel.until = time.monotonic() + channel.reply.wait
         self.until = min(self.until, channel.until)
+        self.parked.setdefault(channel.wait_for, collections.deque()).append(channel)
+        self.room -= 1
 
-    def release(self, channels):
-        """Lets parked channels go with the reply that they have."""
-        for channel in channels:
-            if channel in self.parked:
-                self.parked.remove(channel)
-                if channel.connected:
-                    channel.unpark()
-                    channel.service()
-        self.until = min((c.until for c in self.parked), default=math.inf)
+    def leave(self, channel):
+        if channel.wait_for:
+            queue = self.parked[channel.wait_for]
+            queue.remove(channel)
+            if not queue:
+                del self.parked[channel.wait_for]
+            channel.wait_for = None
+            self.room += 1
 
     def expire(self, now):
-        """Answers those that have waited long enough."""
-        if now >= self.until:
-            self.release([c for c in self.parked if now >= c.until or self.closing])
+        """Answers those that have waited long enough; all, when the server stops."""
+        if now >= self.until or self.closing:
+            for channel in self.everybody():
+                if now >= channel.until or self.closing:
+                    self.leave(channel)
+                    channel.answer()
+            self.until = min((c.until for c in self.everybody()), default=math.inf)
 
 
 class SteadyClock:
@@ -2459,7 +2483,8 @@ class Server:
 
     def __init__(self, settings, app, sockets, clock):
         self.timeout, self.app, self.clock = settings.request_timeout, app, clock
-        self.rounds = Rounds(app)
+        limit = descriptor_limit()
+        self.rounds = Rounds(app, room=min(limit // 8, 2000))
         self.map = {}
         self.stopping = False
         self._checked = time.monotonic()
@@ -2469,7 +2494,7 @@ class Server:
             _dispatcher=self.rounds,
             sockets=sockets,
             backlog=4096,
-            connection_limit=descriptor_limit() * 3 // 4,  # the rest: files, big bodies
+            connection_limit=limit * 3 // 4,  # the rest: parked ones, files, big bodies
             recv_bytes=65536,  # bodies of 100 kB take half as long as with 8192
             max_request_header_size=65536,
             # Parser keeps to max_body: waitress counts what frames the chunks as well
@@ -2549,7 +2574,7 @@ class Server:
         Connections are told to close with their answer; one that is silent is closed.
         """
         self.rounds.closing = True
-        self.rounds.release(list(self.rounds.parked))
+        self.rounds.expire(math.inf)
         for listener in self.listeners:
             listener.handle_accept()
             listener.accepting = False

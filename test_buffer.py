@@ -1930,6 +1930,36 @@ class VerdictsTest(QueueCase):
         self.assertEqual(1, len(self.claim()))
 
 
+class ReasonsTest(QueueCase):
+    """What is told of a message beside its status."""
+
+    settings = (("MAX_ATTEMPTS", "2"),)
+
+    def test_used_up_says_since_when(self):
+        self.send()
+        self.claim()
+        self.settle(1, "devolver?em=0")
+        self.claim()
+        self.clock.now += 600
+        self.store.lease_ended()
+        self.assertIn("resolvido_em", self.get("/fila/1"))
+        self.assertEqual(1, self.store.used_up)
+        self.assertIn("1 messages have used up their attempts", self.logged())
+
+    def test_what_a_consumer_said_is_kept_until_a_replay(self):
+        self.send()
+        self.claim()
+        self.settle(1, "devolver?em=0", b"busy")
+        self.claim()
+        self.settle(1, "devolver")
+        self.assertEqual(
+            ("erro", "busy"), (self.row(1)["status"], self.row(1)["reason"])
+        )
+        self.settle(1, "reenviar")
+        self.assertIsNone(self.row(1)["reason"])
+        self.assertNotIn("resolvido_em", self.get("/fila/1"))
+
+
 class BatchTest(QueueCase):
     def test_it_tells_which_were_not_settled_and_why(self):
         self.messages(3)
@@ -2100,6 +2130,9 @@ class AttemptsTest(QueueCase):
         self.assertEqual([], self.claim())
         self.open()  # as when MAX_ATTEMPTS was lowered
         self.assertEqual("erro", self.row(1)["status"])
+        self.store.webhook(b"{}", source="a")
+        self.store._run("UPDATE fila SET attempts = 3")
+        self.assertEqual([], self.claim("?fonte=a"))
 
     def test_the_timer_sees_it_too(self):
         self.send()
@@ -2115,10 +2148,12 @@ class PoisonTest(QueueCase):
 
     def run_consumer(self, count, limit, poison):
         self.messages(count)
-        claims = []
-        while self.rows(
-            "SELECT 1 FROM fila WHERE status IN ('pendente', 'processando')"
-        ):
+        claims, open_ = (
+            [],
+            "SELECT 1 FROM fila WHERE status IN ('pendente', 'processando')",
+        )
+        while self.rows(open_):
+            self.assertLess(len(claims), 2000)
             batch = self.claim(f"?limite={limit}")
             claims.append([item["id"] for item in batch])
             if any(item["payload"] in poison for item in batch) or not batch:
@@ -2152,6 +2187,13 @@ class PoisonTest(QueueCase):
         self.assertEqual([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], sizes)
         self.clock.now += 600
         self.assertEqual([1, 2], [item["id"] for item in self.claim()])
+
+    def test_one_before_its_last_attempt_is_not_taken_along(self):
+        rows = [
+            {"id": 1, "lost": 8, "attempts": 1},
+            {"id": 2, "lost": 8, "attempts": 3},
+        ]
+        self.assertEqual((rows[:1], 4), buffer.without_poison(rows, 8, most=4))
 
     def test_what_was_returned_by_hand_is_no_suspect(self):
         self.messages(4)
@@ -2237,6 +2279,8 @@ class ListTest(QueueCase):
             ("?status=erro", [2]),
             ("?fonte=a", [2, 4, 6, 8]),
             ("?fonte=a&status=pendente", [6, 8]),
+            ("?fonte=a&status=pendente&depois=6", [8]),
+            ("?fonte=a&depois=4", [6, 8]),
             ("?limite=3", [1, 2, 3]),
             ("?limite=3&depois=3", [4, 5, 6]),
             ("?depois=8", []),
@@ -2470,8 +2514,16 @@ class Model:
     def compare(self):
         """What stands in the file is what stands here: none lost, none invented."""
         ours = {id_: (m["status"], m["attempts"]) for id_, m in self.messages.items()}
-        rows = self.test.store._run("SELECT id, status, attempts FROM fila")
-        theirs = {row["id"]: (row["status"], row["attempts"]) for row in rows}
+        theirs = {}
+        for row in self.test.store._run("SELECT * FROM fila"):
+            theirs[row["id"]] = row["status"], row["attempts"]
+            settled = row["status"] in ("processado", "erro")
+            self.test.assertEqual(settled, row["settled_at"] is not None)
+            leased = row["status"] == "processando"
+            self.test.assertEqual(leased, row["lease_until"] is not None)
+            if row["status"] == "pendente":
+                lost = max(0, row["lost"])
+                self.test.assertEqual(self.messages[row["id"]]["lost"], lost)
         self.test.assertEqual(ours, theirs)
 
 
@@ -2608,17 +2660,18 @@ class LongPollTest(Loop):
 
     def test_at_its_end_it_gets_nothing(self):
         waiting = self.wait("?espera=5")
-        [channel] = self.server.rounds.parked
+        [channel] = self.server.rounds.everybody()
         self.assertAlmostEqual(time.monotonic() + 5, channel.until, delta=1)
         self.server.rounds.expire(channel.until - 0.01)
+        self.assertEqual(channel.until, self.server.rounds.until)
         self.assertIsNone(self.items(waiting))
         self.server.rounds.expire(channel.until)
         self.assertEqual([], self.items(waiting))
-        self.assertEqual([], self.server.rounds.parked)
+        self.assertEqual({}, self.server.rounds.parked)
 
     def test_no_longer_than_a_minute(self):
         self.wait("?espera=99999")
-        [channel] = self.server.rounds.parked
+        [channel] = self.server.rounds.everybody()
         self.assertLess(channel.until - time.monotonic(), 61)
 
     def test_when_the_server_stops_it_gets_nothing(self):
@@ -2628,12 +2681,23 @@ class LongPollTest(Loop):
         self.assertEqual([], self.items(waiting))
 
     def test_a_client_that_has_hung_up_is_given_nothing(self):
-        gone, alive = self.wait(), self.wait()
-        gone.close()
+        gone, reset, begun, alive = (self.wait() for _ in range(4))
+        begun.sendall(b"POST")
+        for client in (gone, begun):
+            client.close()
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        reset.close()
         self.ask(http_post(b"1"))
         self.assertEqual(1, self.items(alive)[0]["payload"])
-        self.assertEqual([], self.server.rounds.parked)
+        self.assertEqual({}, self.server.rounds.parked)
         self.assertEqual(1, self.rows()[0]["attempts"])
+
+    def test_who_has_hung_up_keeps_no_place(self):
+        clients = [self.wait() for _ in range(5)]
+        for client in clients[1:]:
+            client.close()
+        self.server.each_second(0)
+        self.assertEqual(1, len(self.server.rounds.everybody()))
 
     def test_when_the_commit_fails_nobody_is_given_anything(self):
         waiting = self.wait()
@@ -2645,7 +2709,7 @@ class LongPollTest(Loop):
         for client in (waiting, sender):
             self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 503"))
         self.assertEqual([], self.rows())
-        self.assertEqual([], self.server.rounds.parked)
+        self.assertEqual({}, self.server.rounds.parked)
 
     def test_those_who_wait_cost_senders_nothing(self):
         def statements():
@@ -2660,16 +2724,33 @@ class LongPollTest(Loop):
 
         alone = statements()
         self.store._run("DELETE FROM fila")
-        clients = [self.wait() for _ in range(200)]
+        clients = [self.wait(f"?espera=60&limite={n + 1}") for n in range(200)]
         polled = len(self.server.map)
         self.assertLess(polled, 10)  # the loop does not look at them
         self.assertLess(statements(), alone + 25)
         self.assertEqual(1, sum(self.items(client) is not None for client in clients))
 
     def test_too_many_are_answered_at_once(self):
-        with mock.patch.object(buffer.Rounds, "PARKED", 1):
-            self.wait()
-            self.assertEqual([], self.items(self.wait()))
+        self.server.rounds.room = 1
+        first = self.wait()
+        self.assertEqual([], self.items(self.wait()))
+        self.ask(http_post())
+        self.assertEqual(1, len(self.items(first)))
+        self.assertIsNone(self.items(self.wait()))
+
+    def test_it_ends_in_time_and_the_loop_rests(self):
+        waiting = self.wait()
+        [channel] = self.server.rounds.everybody()
+        channel.until = self.server.rounds.until = time.monotonic() + 0.1
+        began = time.monotonic()
+        while self.items(waiting) is None:
+            self.server.round(5)
+        self.assertLess(time.monotonic() - began, 2)
+        self.assertEqual(float("inf"), self.server.rounds.until)
+
+    def test_nobody_waits_in_a_server_that_stops(self):
+        self.server.rounds.closing = True
+        self.assertEqual([], self.items(self.wait()))
 
 
 class LongPollElsewhereTest(QueueCase):
@@ -2950,6 +3031,18 @@ class HousekeepingTest(Case):
             pass
         self.housekeeper.stop()
         self.assertFalse(self.housekeeper.is_alive())
+
+
+class DelayAndClockTest(QueueCase):
+    def test_a_delay_moves_with_the_clock(self):
+        self.send()
+        self.claim()
+        self.settle(1, "devolver?em=100")
+        self.clock.now += 7200
+        self.store.shift(7200)
+        self.assertEqual([], self.claim())
+        self.clock.now += 100
+        self.assertEqual(1, len(self.claim()))
 
 
 class ClockTest(Case):
