@@ -3,32 +3,45 @@
 # requires-python = ">=3.10"
 # dependencies = ["waitress>=2.1.2"]
 # ///
-"""buffer.py: a webhook buffer in one file. Senders are answered at once, consumers take their time.
+"""buffer.py: a webhook buffer in one file. Senders are answered at once, consumers take
+their time.
 
     TOKEN=a-long-random-secret python buffer.py
 
 Senders
-    POST /webhook[/...]           200 {"status":"ok"} once the body is on disk
+    POST /webhook[/...]           200 {"status":"ok"} once the body is on disk; where
+                                  SECRET_<FONTE> is set, /webhook/<fonte> takes what is signed
 Consumers
-    POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, [] when there are none
+    POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, or [];
+                                  with espera=20 it waits for one
     POST /fila/{id}/processado    done
     POST /fila/{id}/erro          failed for good; a text body is kept as the reason
+    POST /fila/{id}/devolver      failed for now: again later, em=SECONDS or by backoff
+    POST /fila/{id}/estender      still at work: segundos=SECONDS more
+    POST /fila/{id}/reenviar      once more from the start
+    POST /fila/processado ...     the same for many, with {"ids":[1,2]}
 Operators
-    GET  /health                  200 while messages can be stored, else 503
+    GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
+    GET /health                   200 while messages can be stored, else 503
 
-Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token= (the header wins).
+Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token=
+(the header wins).
 
 The life of a message
 
-    POST /webhook -> pendente --pegar--> processando --processado--> processado --RETENTION_DAYS--> deleted
-                        ^                    |  |
-                        +----lease ends------+  +--erro--> erro (kept until a person decides)
+    POST /webhook --> pendente --pegar--> processando --processado--> processado
+                        ^  ^                 |  |                        |
+                        |  +-devolver, lease-+  +--erro, or attempts     RETENTION_DAYS
+                        |    ended              |  used up               |
+                        +------reenviar------- erro                      deleted
 
-A 200 means committed and synced. Delivery is at least once: a message comes out again when its lease ends before it
-is settled, and `tentativa` counts how often. Trouble on this side is 503 with Retry-After, never a 4xx.
+A 200 means committed and synced. Delivery is at least once: a message comes out again
+when its lease ends before it is settled, and `tentativa` counts how often. Trouble on
+this side is 503 with Retry-After, never a 4xx.
 
-Settings come from the environment: `python buffer.py --help` lists them. As a WSGI application under another server
-it is `buffer:application`. What stands above in this file knows nothing of what stands below.
+Settings come from the environment: `python buffer.py --help` lists them. As a WSGI
+application under another server it is `buffer:application`. What stands above in this
+file knows nothing of what stands below.
 """
 
 import sys
@@ -406,20 +419,19 @@ UPDATE fila INDEXED BY fila_queue
    AND attempts >= :most""",
 )
 
-# CAST, because a str of a 32 MB body with one emoji in it would take 128 MB.
+# CAST, because a str of a 32 MB body with one emoji in it would take 128 MB. Numbered
+# parameters, because this is the one statement whose binding by name can be felt.
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
                   headers)
-SELECT CASE WHEN :is_text THEN CAST(:payload AS TEXT) ELSE :payload END,
-       :now, :size, :source, :event_id, :method, :path, :query, :headers
- WHERE NOT EXISTS (SELECT 1
+SELECT CAST(?1 AS TEXT), ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9
+ WHERE ?5 IS NULL
+    OR NOT EXISTS (SELECT 1
                      FROM eventos
-                    WHERE source = coalesce(:source, '')
-                      AND event_id = :event_id)
+                    WHERE source = coalesce(?4, '')
+                      AND event_id = ?5)
     ON CONFLICT DO NOTHING"""
-NOTHING_KEPT = dict.fromkeys(
-    ("source", "event_id", "method", "path", "query", "headers")
-)
+WEBHOOK_BYTES = WEBHOOK.replace("CAST(?1 AS TEXT)", "?1")
 
 LEASE_ENDED = """
 UPDATE fila
@@ -833,16 +845,28 @@ class Store:
         finally:
             self._lock.release()
 
-    def webhook(self, payload, is_text=True, **kept):
+    def webhook(
+        self,
+        payload,
+        is_text=True,
+        source=None,
+        event_id=None,
+        method=None,
+        path=None,
+        query=None,
+        headers=None,
+    ):
         """Keeps one message, in bytes; `is_text` where they are UTF-8.
 
-        `kept` are texts: source, event_id, method, path, and query and headers as JSON
-        objects. False, and nothing is kept, when this source's event is known already.
+        The others are texts, query and headers JSON objects. False, and nothing is kept,
+        when this source's event is known already.
         """
-        values = {**NOTHING_KEPT, **kept, "payload": payload, "is_text": is_text}
-        values["size"] = len(payload)
-        with self as values["now"]:
-            return self._db.execute(WEBHOOK, values).rowcount > 0
+        kept = source, event_id, method, path, query, headers
+        with self as now:
+            sql = WEBHOOK if is_text else WEBHOOK_BYTES
+            return (
+                self._db.execute(sql, (payload, now, len(payload), *kept)).rowcount > 0
+            )
 
     def pegar(self, limit, lease, max_bytes, source=None, in_work=None):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -1111,7 +1135,7 @@ class Source:
             if sum(hmac.compare_digest(token, key) for key in self.secrets) == 0:
                 raise BadSignature("token")
             return
-        macs = list(macs_in(given))
+        macs = macs_in(given)
         for hashes, parts in self.templates if macs else ():
             pieces, stamps = self.message(parts, request, given)
             if pieces is not None and is_signed(hashes, pieces, macs):
@@ -1178,21 +1202,26 @@ def keys_of(secret):
 
 def macs_in(text):
     """The MACs that a header holds, as bytes."""
+    macs = []
     for run in MAC.findall(text):
-        with contextlib.suppress(ValueError):
+        try:
             is_hex = len(run) in (40, 64)
-            yield bytes.fromhex(run) if is_hex else base64.b64decode(run, validate=True)
+            macs.append(bytes.fromhex(run) if is_hex else base64.b64decode(run))
+        except ValueError:
+            log.debug("neither hex nor base64: a run of %d characters", len(run))
+    return macs
 
 
 def is_signed(hashes, pieces, macs):
-    good = 0
+    good = False
     for prepared in hashes:
         found = prepared.copy()
         for piece in pieces:
             found.update(piece)
         digest = found.digest()
-        good += sum(hmac.compare_digest(digest, mac) for mac in macs)
-    return good > 0
+        for mac in macs:
+            good |= hmac.compare_digest(digest, mac)
+    return good
 
 
 def signed_time(source, request, name, given):
@@ -1361,14 +1390,23 @@ NOT_KEPT = re.compile(
 
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # dumps() makes one each time
+quote_json = json.encoder.encode_basestring_ascii
+
+
+@functools.lru_cache(maxsize=256)
+def environ_key(name):
+    """'X-GitHub-Event' -> 'HTTP_X_GITHUB_EVENT', where WSGI has a header."""
+    key = name.upper().replace("-", "_")
+    return key if key in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{key}"
 
 
 @functools.lru_cache(maxsize=256)  # senders repeat themselves
 def kept_names(keys):
-    """Pairs such as ('HTTP_X_GITHUB_EVENT', 'x-github-event'), lower case as in n8n."""
+    """Triples ('HTTP_X_GITHUB_EVENT', 'x-github-event', '"x-github-event":')."""
     headers = [key for key in keys if re.match("HTTP_|CONTENT_(TYPE|LENGTH)$", key)]
     names = [key.removeprefix("HTTP_").replace("_", "-").lower() for key in headers]
-    return [pair for pair in zip(headers, names) if not NOT_KEPT.fullmatch(pair[1])]
+    pairs = zip(headers, names)
+    return [(k, n, f"{quote_json(n)}:") for k, n in pairs if not NOT_KEPT.fullmatch(n)]
 
 
 class Request:
@@ -1402,10 +1440,7 @@ class Request:
         self.query_token = self.in_query("token")
 
     def header(self, name):
-        key = name.upper().replace("-", "_")
-        return self.environ.get(
-            "CONTENT_TYPE" if key == "CONTENT_TYPE" else f"HTTP_{key}"
-        )
+        return self.environ.get(environ_key(name))
 
     @property
     def target(self):
@@ -1455,7 +1490,7 @@ class Request:
                 411, "falta Content-Length"
             )  # where this body ends is unknown
         text = self.environ.get("CONTENT_LENGTH") or "0"
-        if not re.fullmatch("[0-9]{1,18}", text):
+        if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise Refusal(400, "Content-Length inválido")
         length = int(text)
         if length > limit:
@@ -1492,19 +1527,24 @@ class Request:
             return json.loads(self.content)
 
     def kept_headers(self):
-        """The sender's headers as a JSON object."""
-        environ = self.environ
-        named = {name: environ[key] for key, name in kept_names(tuple(environ))}
+        """The sender's headers as a JSON object, names in lower case as in n8n."""
+        values, without = self.environ, None
         if self.source and not self.source.templates:  # it holds the secret itself
-            named.pop(self.source.header.lower().replace("_", "-"), None)
+            without = self.source.header.lower().replace("_", "-")
         if self.content is not self.raw:
-            named.pop("content-encoding")
-            named["content-length"] = str(len(self.content))
-        return to_json(named)
+            values = {**values, "CONTENT_LENGTH": str(len(self.content))}
+            values.pop("HTTP_CONTENT_ENCODING")
+        names = kept_names(tuple(values))
+        texts = [
+            json_ + quote_json(values[key]) for key, n, json_ in names if n != without
+        ]
+        return "{" + ",".join(texts) + "}"
 
     def kept_query(self):
         """The query as a JSON object or None."""
         query = self.query
+        if not query:
+            return None
         if self.source and not self.source.templates:
             query = {k: v for k, v in query.items() if f"?{k}" != self.source.header}
         return flat(query)
