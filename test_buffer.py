@@ -4665,7 +4665,7 @@ def fill(path, number, settled=False, mixed=False):
     headers = '{"host":"127.0.0.1:8080","content-type":"application/json"}'
     store.webhook(SAMPLE.encode(), method="POST", headers=headers)
     if settled:
-        store.processado(1)
+        store.processado([1])
     store.close()
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("PRAGMA journal_mode = OFF")  # twice as fast; COMMIT syncs
