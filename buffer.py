@@ -87,11 +87,11 @@ log = logging.getLogger("buffer")
 
 
 class StartError(Exception):
-    """The service cannot start. The text is one line for the operator; `status` is the exit status."""
+    """The service cannot start. The text is one line for the operator."""
 
     def __init__(self, text, status=1):
         super().__init__(text)
-        self.status = status
+        self.status = status  # to exit with
 
 
 # Settings
@@ -345,8 +345,8 @@ OLD_COLUMNS = {"id", "payload", "status", "locked_at", "created_at"}
 NEW_COLUMNS = {
     "lease_until": "TEXT",  # processando: when the lease ends
     "attempts": "INTEGER NOT NULL DEFAULT 0",  # how often it was given out
-    "lost": "INTEGER NOT NULL DEFAULT 0",  # pendente: size of the claim it was lost in;
-    # processando: minus the size of its claim
+    # pendente: size of the claim it was lost in; processando: minus the size of its claim
+    "lost": "INTEGER NOT NULL DEFAULT 0",
     "available_at": "TEXT",  # pendente: not before then; NULL is at once
     "settled_at": "TEXT",  # processado, erro: since when
     "source": "TEXT",
@@ -833,12 +833,11 @@ class Store:
             try:
                 if not failed:
                     self._db.execute(commit)
-                    failed = False
             except BaseException:
                 failed = True
                 raise
             finally:
-                if failed and self._db.in_transaction:  # else SQLite has done it
+                if failed and self._db.in_transaction:  # else SQLite has ended it
                     self._db.execute(rollback)
             if self.erased and not self._depth:
                 self.erased = not self.checkpoint()
@@ -862,11 +861,10 @@ class Store:
         when this source's event is known already.
         """
         kept = source, event_id, method, path, query, headers
-        with self as now:
-            sql = WEBHOOK if is_text else WEBHOOK_BYTES
-            return (
-                self._db.execute(sql, (payload, now, len(payload), *kept)).rowcount > 0
-            )
+        sql = WEBHOOK if is_text else WEBHOOK_BYTES
+        with self.transaction() as now:
+            values = payload, now, len(payload), *kept
+            return self._db.execute(sql, values).rowcount > 0
 
     def pegar(self, limit, lease, max_bytes, source=None, in_work=None):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -938,20 +936,13 @@ class Store:
             settled = {row["id"]: row["status"] for row in self._run(sql, **values)}
             rest = json.dumps([id_ for id_ in ids if id_ not in settled])
             known = {row["id"]: row for row in self._run(STATUS, ids=rest)}
-        outcomes = {}
-        for id_ in ids:
-            status, count = settled.get(id_), None
-            refused = None
-            if id_ in known:
-                status, count = known[id_]["status"], known[id_]["attempts"]
-                if attempt not in (None, count):
-                    refused = "superseded"
-                elif status != already:
-                    refused = "conflict"
-            elif status is None:
-                refused = "unknown"
-            outcomes[id_] = Outcome(refused, status, count)
-        return outcomes
+        outcomes = {id_: Outcome(None, status) for id_, status in settled.items()}
+        for id_, row in known.items():
+            refused = None if row["status"] == already else "conflict"
+            if attempt not in (None, row["attempts"]):
+                refused = "superseded"
+            outcomes[id_] = Outcome(refused, row["status"], row["attempts"])
+        return {id_: outcomes.get(id_, Outcome("unknown", None)) for id_ in ids}
 
     def list(self, statuses, source=None, after=0, until=2**63 - 1, limit=50):
         """Rows (id, size) of messages with one of the statuses, in the order of ids."""
@@ -1484,11 +1475,10 @@ class Request:
         """
         if self.raw is not None:
             return self.raw
-        stream, ended = self.environ["wsgi.input"], "wsgi.input_terminated"
-        if "HTTP_TRANSFER_ENCODING" in self.environ and not self.environ.get(ended):
-            raise Refusal(
-                411, "falta Content-Length"
-            )  # where this body ends is unknown
+        stream = self.environ["wsgi.input"]
+        ends = self.environ.get("wsgi.input_terminated")  # the server knows where
+        if "HTTP_TRANSFER_ENCODING" in self.environ and not ends:
+            raise Refusal(411, "falta Content-Length")
         text = self.environ.get("CONTENT_LENGTH") or "0"
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise Refusal(400, "Content-Length inválido")
@@ -1496,7 +1486,7 @@ class Request:
         if length > limit:
             raise Refusal(413, "payload grande demais")
         try:
-            body = stream.read(limit + 1 if self.environ.get(ended) else length)
+            body = stream.read(limit + 1 if ends else length)
         except OSError:  # some servers raise when the client is gone
             body = b""
         if len(body) > limit:
@@ -1685,7 +1675,7 @@ def looked_json(row):
     more["resolvido_em"] = moment(row["settled_at"])
     if len(row["body"]) < (row["size"] or 0):
         more["cortado"] = "true"
-        if row["kind"] == "text":  # where it was cut a character may be incomplete
+        if row["kind"] == "text":  # a piece of JSON is no JSON
             more["payload"] = json.dumps(row["body"].decode("utf-8", "ignore"))
     return item_json(row, **more)
 
@@ -1737,9 +1727,7 @@ class App:
     OK = Reply.json(b'{"status":"ok"}')
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
     LONGEST_WAIT = 60  # seconds
-    MANY = (
-        5000  # messages that one reenviar by filter takes; it says when there are more
-    )
+    MANY = 5000  # messages that one reenviar by filter takes
     ROUTES = tuple(compiled_routes(ROUTES))
 
     def __init__(self, settings, store, wall=time.time):
@@ -2309,18 +2297,16 @@ class Channel(HTTPChannel):
         doing = self.draining or self.request or self.last_activity
         if doing != self.doing:
             self.doing, self.since = doing, now
-        elif self.draining:
-            if now - self.since >= self.LINGER:
+        spent = now - self.since
+        if self.draining:
+            if spent >= self.LINGER:
                 self.handle_close()
-        elif self.requests:
-            pass  # it waits for us
-        elif self.request:
-            if now - self.since >= request_timeout:
-                self.request.refuse(408)
-                self.requests.append(self.request)
-                self.request = None
-                self.server.add_task(self)
-        elif now - self.since >= idle:
+        elif self.request and not self.requests and spent >= request_timeout:
+            self.request.refuse(408)
+            self.requests.append(self.request)
+            self.request = None
+            self.server.add_task(self)
+        elif not self.request and not self.requests and spent >= idle:
             self.handle_close()
 
     def park(self):
@@ -2336,7 +2322,7 @@ class Channel(HTTPChannel):
     def hung_up(self):
         """Nobody reads a connection that waits, so it has to be looked at."""
         watch = select.poll()
-        watch.register(self.socket, select.POLLRDHUP)
+        watch.register(self.socket, getattr(select, "POLLRDHUP", select.POLLHUP))
         return bool(watch.poll(0))
 
     def idle(self):

@@ -11,7 +11,6 @@ Where the folder ../shared with recorded traffic stands beside this one, more is
 
 import base64
 import collections
-import concurrent.futures
 import contextlib
 import datetime
 import fcntl
@@ -53,6 +52,7 @@ import urllib.parse
 import wsgiref.util
 import wsgiref.validate
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from unittest import mock
 
@@ -1311,6 +1311,23 @@ class DuplicatesInARoundTest(Loop):
         self.assertEqual(1, answers.count(b'{"status":"ok"}'))
         self.assertEqual(2, answers.count(b'{"status":"duplicado"}'))
         self.assertEqual(1, len(self.rows()))
+
+
+class DuplicatesInTwoProcessesTest(unittest.TestCase):
+    def test_the_same_event_200_times_is_stored_once(self):
+        with Service(DEDUPE="Idempotency-Key") as one:
+            settings = {"DB_PATH": one.db, "DEDUPE": "Idempotency-Key"}
+            with Service(**settings) as two, ThreadPoolExecutor(16) as pool:
+                headers = {"Idempotency-Key": "k"}
+                answers = [
+                    pool.submit(service.call, "POST", "/webhook", b"{}", headers)
+                    for _ in range(100)
+                    for service in (one, two)
+                ]
+                bodies = [answer.result()[2] for answer in answers]
+            self.assertEqual(1, bodies.count(b'{"status":"ok"}\n'))
+            self.assertEqual(199, bodies.count(b'{"status":"duplicado"}\n'))
+            self.assertEqual(1, len(rows(one.db)))
 
 
 class HandshakeTest(SourceCase):
@@ -2776,7 +2793,7 @@ class ConsumersTest(unittest.TestCase):
                 self.assertEqual([200] * 50, codes)
 
     def at_once(self, function, items):
-        with concurrent.futures.ThreadPoolExecutor(len(items)) as pool:
+        with ThreadPoolExecutor(len(items)) as pool:
             return list(pool.map(function, items))
 
     def test_a_claim_lost_on_its_way_comes_back(self):
@@ -4651,7 +4668,7 @@ def settle_like_n8n(service, line):
     """50 verdicts at once, each on a connection of its own."""
     line.request("POST", "/fila/pegar", headers={"X-Token": TOKEN})
     items = json.loads(line.getresponse().read())
-    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+    with ThreadPoolExecutor(50) as pool:
         path = "/fila/{}/processado"
         answers = [
             pool.submit(service.call, "POST", path.format(item["id"])) for item in items
