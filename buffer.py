@@ -419,19 +419,19 @@ UPDATE fila INDEXED BY fila_queue
    AND attempts >= :most""",
 )
 
-# CAST, because a str of a 32 MB body with one emoji in it would take 128 MB. Numbered
-# parameters, because this is the one statement whose binding by name can be felt.
+# CAST, because a str of a 32 MB body with one emoji in it would take 128 MB. Not by name,
+# because this is the one statement whose binding of parameters can be felt.
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
                   headers)
-SELECT CAST(?1 AS TEXT), ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9
- WHERE ?5 IS NULL
+SELECT CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?
+ WHERE ? IS NULL
     OR NOT EXISTS (SELECT 1
                      FROM eventos
-                    WHERE source = coalesce(?4, '')
-                      AND event_id = ?5)
+                    WHERE event_id = ?
+                      AND source = coalesce(?, ''))
     ON CONFLICT DO NOTHING"""
-WEBHOOK_BYTES = WEBHOOK.replace("CAST(?1 AS TEXT)", "?1")
+WEBHOOK_BYTES = WEBHOOK.replace("CAST(? AS TEXT)", "?")
 
 LEASE_ENDED = """
 UPDATE fila
@@ -860,10 +860,10 @@ class Store:
         The others are texts, query and headers JSON objects. False, and nothing is kept,
         when this source's event is known already.
         """
-        kept = source, event_id, method, path, query, headers
         sql = WEBHOOK if is_text else WEBHOOK_BYTES
         with self.transaction() as now:
-            values = payload, now, len(payload), *kept
+            kept = payload, now, len(payload), source, event_id, method, path, query
+            values = *kept, headers, event_id, event_id, source
             return self._db.execute(sql, values).rowcount > 0
 
     def pegar(self, limit, lease, max_bytes, source=None, in_work=None):

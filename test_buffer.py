@@ -49,6 +49,7 @@ import time
 import tracemalloc
 import unittest
 import urllib.parse
+import warnings
 import wsgiref.util
 import wsgiref.validate
 import zlib
@@ -193,7 +194,8 @@ class Service:
 
     def start(self, **options):
         """Starts the process and waits until it says where it listens."""
-        env = {**os.environ, **{k: str(v) for k, v in self.settings.items()}}
+        env = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
+        env.update({name: str(value) for name, value in self.settings.items()})
         self.log = self.folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -4757,9 +4759,10 @@ def main():
         return ENTRIES[sys.argv[1]](*sys.argv[2:])
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
     buffer.descriptor_limit()
+    warnings.filterwarnings("error", module="buffer")  # what a newer Python refuses
     loaded = unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
     tests = unittest.TestSuite(chosen(loaded, words))
-    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result)
+    runner = unittest.TextTestRunner(verbosity=2, resultclass=Result, warnings=False)
     result = runner.run(tests)
     for test, reason in result.skipped:
         print(f"skipped {test}: {reason}")
