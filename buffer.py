@@ -130,7 +130,7 @@ def attempts(text):
 
 
 def days(text):
-    """a number of days such as 7 or 0.5"""
+    """a number of days from 0.001 to 36500, such as 7 or 0.5"""
     return within(0.001, 36500, float(*matched(r"([0-9]{1,5}(?:\.[0-9]+)?)", text)))
 
 
@@ -1457,8 +1457,12 @@ class Request:
         return self.query.get(name, [None])[0]
 
     def source_name(self):
-        """`fonte` as names are kept, or None."""
-        return (self.word("fonte") or "").lower() or None
+        """`fonte` as names are kept, or None. Refusal 400 when it is empty: a variable
+        that was not set must not mean all of them."""
+        name = self.word("fonte")
+        if name == "":
+            raise Refusal(400, "fonte vazia")
+        return name and name.lower()
 
     def number(self, name, low, high, default):
         """A whole number from the query; `default` when it is anything else."""
@@ -1914,8 +1918,9 @@ class App:
             return self.settle(request, "pendente", self.store.reenviar)
         if status not in ("erro", "processado"):
             raise Refusal(400, "status deve ser erro ou processado")
-        if request.read(self.settings.max_body):
-            raise Refusal(400, "status na URL ou ids no corpo, não os dois")
+        unknown = request.query.keys() - {"status", "fonte", "ate"}
+        if unknown or request.read(self.settings.max_body):  # a slip would replay all
+            raise Refusal(400, "só status, fonte e ate, sem corpo")
         until = request.number("ate", 1, 10**18, default=None)
         if until is None and request.word("ate") is not None:
             raise Refusal(400, "ate inválido")  # it would mean all of them
@@ -1926,7 +1931,7 @@ class App:
             self.store.reenviar(ids)
             more = bool(self.store.list([status], limit=1, **where))
         answer = {"status": "pendente", "quantidade": len(ids), "mais": more}
-        return Reply.json(json.dumps(answer).encode())
+        return Reply.json(to_json(answer).encode())
 
     def no_such_verdict(self, request):
         raise Refusal(
@@ -1975,7 +1980,7 @@ class App:
         used_up = [id_ for id_ in answer["ids"] if outcomes[id_].status != status]
         if used_up:  # devolver at the last attempt
             answer["esgotados"] = used_up
-        return Reply.json(json.dumps(answer, ensure_ascii=False).encode())
+        return Reply.json(to_json(answer).encode())
 
     def ids(self, request):
         """The ids of a batch, each once; Refusal 400 unless it is {"ids":[1,2]}."""
@@ -2101,7 +2106,7 @@ def handshake(request):
         plain = plain.encode("utf-8", "replace").decode()
         mac = hmac.digest(request.source.secrets[0], plain.encode(), "sha256").hex()
         answer = {"plainToken": plain, "encryptedToken": mac}
-        return Reply.json(json.dumps(answer).encode())
+        return Reply.json(to_json(answer).encode())
     return None
 
 
@@ -2110,7 +2115,7 @@ def excuse(outcome):
     if outcome.refused == "unknown":
         return "mensagem não encontrada ou não está em processamento"
     if outcome.refused == "superseded":
-        return f"mensagem entregue de novo, agora na tentativa {outcome.attempts}"
+        return f"mensagem entregue de novo: está na tentativa {outcome.attempts}"
     return f"mensagem já está em {outcome.status}"
 
 
@@ -2754,6 +2759,7 @@ def main(argv=None):
     server.run()
     housekeeper.stop()
     store.close()
+    log.info("stopped")
     return 0
 
 

@@ -2050,6 +2050,10 @@ class BatchTest(QueueCase):
         for query, value in (
             *((f"?status={status}", None) for status in ("pendente", "x", "")),
             ("?status=erro&ate=abc", None),
+            ("?status=erro&ate=", None),
+            ("?status=erro&fonte=", None),
+            ("?status=erro&font=a", None),
+            ("?status=erro&limite=1", None),
             ("?status=erro", {"ids": [1]}),
         ):
             self.assertEqual(400, self.post("/fila/reenviar" + query, value)[0])
@@ -2245,7 +2249,8 @@ class ClaimOptionsTest(QueueCase):
         self.assertEqual([2, 4], [item["id"] for item in self.claim("?fonte=a")])
         self.assertEqual([], self.claim("?fonte=x"))
         self.assertEqual([3], [item["id"] for item in self.claim("?fonte=B")])
-        self.assertEqual([1], [item["id"] for item in self.claim("?fonte=")])
+        self.assertEqual(400, self.call("POST", "/fila/pegar?fonte=")[0])
+        self.assertEqual([1], [item["id"] for item in self.claim()])
 
     def test_formato_n8n(self):
         self.send(b'{"a":1.10}', "/webhook/x?q=1", CONTENT_TYPE="application/json")
