@@ -2934,6 +2934,37 @@ class BodyTest(Case):
             self.assertEqual(400, reply.code, text[:9])
 
 
+class HostedTest(Case):
+    """Under another WSGI server: opened by the first request, in each process."""
+
+    def setUp(self):
+        super().setUp()
+        buffer.hosted.cache_clear()
+        self.addCleanup(buffer.hosted.cache_clear)
+        environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
+        self.enter(mock.patch.dict(os.environ, environ))
+        self.app = buffer.application
+
+    def test_each_request_is_answered_and_does_a_little_housekeeping(self):
+        with mock.patch.object(buffer.Housekeeper, "tidy") as tidy:
+            self.send()
+            self.assertEqual(1, len(self.claim()))
+        tidy.assert_called_once_with(bites=5)
+
+    def test_a_connection_does_not_cross_a_fork(self):
+        self.send()
+        here = buffer.hosted(os.getpid())
+        with mock.patch("os.getpid", return_value=-1):
+            self.send()
+            self.assertIsNot(here, buffer.hosted(-1))
+
+    def test_a_wrong_setting_is_503(self):
+        with mock.patch.dict(os.environ, {"MAX_BODY": "x"}):
+            buffer.hosted.cache_clear()
+            self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+        self.assertIn("MAX_BODY='x'", self.logged())
+
+
 class ClientAddressTest(unittest.TestCase):
     def address(self, trusted, peer, forwarded=None):
         environ = {"REMOTE_ADDR": peer}
@@ -3025,6 +3056,15 @@ class HousekeepingTest(Case):
         self.assertEqual([100, 100, 100, 100], bites)
         self.assertEqual([], self.rows())
 
+    def test_one_bite_frees_many_pages(self):
+        """Through execute() the pragma would free one."""
+        self.history(100, "x" * 8000)
+        self.store.purge(7, 100)
+        [[before]] = self.store._run("PRAGMA freelist_count")
+        self.store.shrink(100)
+        [[after]] = self.store._run("PRAGMA freelist_count")
+        self.assertEqual(100, before - after)
+
     def test_a_bite_is_small_in_bytes_too(self):
         """secure_delete writes over all of it while senders wait."""
         self.history(5, "x" * (3 << 20))
@@ -3046,6 +3086,17 @@ class HousekeepingTest(Case):
         self.history(1, "{}")
         self.housekeeper.tidy()
         self.assertEqual([], self.rows())
+
+    def test_the_timer_lives_on_whatever_happens(self):
+        self.housekeeper.EVERY = 0.001
+        with mock.patch.object(
+            self.housekeeper, "tidy", side_effect=ValueError
+        ) as tidy:
+            self.housekeeper.start()
+            while tidy.call_count < 3:
+                pass
+        self.assertTrue(self.housekeeper.is_alive())
+        self.housekeeper.stop()
 
     def test_the_timer_runs_and_stops(self):
         self.history(1, "{}")
@@ -3154,6 +3205,26 @@ class RoundTest(Loop):
         self.store._db = good
         self.assertEqual([503] * 5, self.codes(clients))
         self.assertEqual([], self.rows())
+
+    def test_whatever_depends_on_the_commit_is_503_when_it_fails(self):
+        for _ in range(2):
+            self.store.webhook(b"{}")
+        self.store.erro([2])
+        asked = [
+            self.client(f"{line} HTTP/1.1\r\nX-Token: {TOKEN}\r\n\r\n".encode())
+            for line in (
+                *("DELETE /fila/1", "POST /fila/1/processado", "POST /fila/2/devolver"),
+                *("POST /fila/99/erro", "GET /fila", "GET /fila/99", "GET /health"),
+                "POST /fila/pegar?espera=60",
+            )
+        ]
+        self.turn()
+        good, self.store._db = self.store._db, Faulty(self.store._db, "COMMIT")
+        self.turn()
+        self.store._db = good
+        self.assertEqual([503] * len(asked), self.codes(asked))
+        self.assertEqual({}, self.server.rounds.parked)
+        self.assertEqual(["pendente", "erro"], [row["status"] for row in self.rows()])
 
     def test_a_refusal_stays_one_when_the_commit_fails(self):
         refused = self.client(http_post(token="wrong"))
@@ -3284,6 +3355,26 @@ class HttpTest(Loop):
             ("josé", {"nome": "josé"}), (row["path"], json.loads(row["query"]))
         )
 
+    def test_an_answer_to_head_has_no_body(self):
+        answer = self.ask(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.assertTrue(answer.startswith(b"HTTP/1.1 200 "), answer)
+        self.assertTrue(answer.endswith(b"\r\n\r\n"), answer)
+
+    def test_it_does_not_tell_what_it_is(self):
+        self.assertNotIn(b"Server:", self.ask(http_post()))
+
+    def test_chunks_are_refused_as_soon_as_they_are_too_many(self):
+        head = self.chunked(b"1" * 1001).removesuffix(b"0\r\n\r\n")
+        self.assertEqual(413, self.status(head))
+
+    def test_at_the_connection_limit_nobody_is_accepted(self):
+        for listener in self.server.listeners:
+            listener.adj.connection_limit = len(self.server.map) + 3
+        for _ in range(9):
+            self.client()
+        self.turn(3)
+        self.assertEqual(3, len(self.server.channels()))
+
     def test_who_closes_after_the_answer_is_told_so(self):
         answer = self.ask(http_post(headers=["Connection: close"]))
         self.assertIn(b"\r\nConnection: close\r\n", answer)
@@ -3372,6 +3463,21 @@ class StopTest(Loop):
         with self.assertRaises(ConnectionRefusedError):
             self.client()
 
+    def test_it_waits_for_what_has_begun(self):
+        busy = self.client(http_post(b"12")[:-1])
+        self.turn(2)
+        turned, round_ = [], self.server.round
+
+        def slow(timeout):
+            turned.append(timeout)
+            if len(turned) == 20:  # a second later
+                busy.sendall(b"2")
+            round_(timeout)
+
+        self.server.round = slow
+        self.server.drain()
+        self.assertTrue(self.heard(busy).startswith(b"HTTP/1.1 200"))
+
     def test_it_waits_only_so_long(self):
         self.client(http_post()[:-1])
         self.turn(2)
@@ -3455,14 +3561,39 @@ class StartTest(unittest.TestCase):
         self.assertEqual(1, done.stderr.count("\n"), done.stderr)
 
     def test_with_a_python_that_is_too_old(self):
-        old = pathlib.Path.home().glob(".pyenv/versions/3.[6789].*/bin/python")
-        pythons = [str(path) for path in old]
-        if not pythons:
-            self.skipTest("no Python older than 3.10 here")
-        for python in pythons:
-            done = run(python=python, TOKEN=TOKEN)
+        head = "import sys, runpy; sys.version_info = (3, 9, 1, 'final', 0)"
+        code = (
+            f"{head}; runpy.run_path({str(HERE / 'buffer.py')!r}, run_name='__main__')"
+        )
+        commands = [[sys.executable, "-c", code]]
+        for python in pathlib.Path.home().glob(".pyenv/versions/3.[6789].*/bin/python"):
+            commands.append([str(python), str(HERE / "buffer.py")])  # and real ones
+        for command in commands:
+            done = subprocess.run(
+                command, check=False, stderr=subprocess.PIPE, text=True
+            )
             self.assertEqual(1, done.returncode)
             self.assertRegex(done.stderr, r"\Abuffer.py needs Python 3.10, .*\n\Z")
+
+    def test_with_a_waitress_that_is_too_old(self):
+        code = (
+            "import sys, runpy, waitress.receiver; del waitress.receiver.ONLY_HEXDIG_RE"
+        )
+        code += "; sys.argv = ['buffer.py']"
+        code += f"; runpy.run_path({str(HERE / 'buffer.py')!r}, run_name='__main__')"
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        self.assertRegex(done.stderr, r"\Abuffer.py: waitress 2.1.2 or newer.*\n\Z")
+
+    def test_sockets_of_another_process_or_none_are_not_taken(self):
+        for pid, fds in (("1", "1"), ("{pid}", "0"), ("{pid}", "x")):
+            launch = (
+                "import os, sys; os.environ.update(LISTEN_FDS=sys.argv[1],"
+                " LISTEN_PID=sys.argv[2].format(pid=os.getpid()));"
+                "os.execv(sys.argv[3], sys.argv[3:])"
+            )
+            with Service(prefix=(sys.executable, "-c", launch, fds, pid)) as service:
+                self.assertEqual(200, service.call("GET", "/health")[0])
 
     def test_help_shows_every_setting_with_its_default(self):
         text = run("--help").stdout
@@ -4104,7 +4235,8 @@ def refused_at_once():
     for size in [*BAD_SIZES.split("|"), "0" * 90_000]:
         yield raw(CODED), coded.replace("8", size, 1)
     yield raw(CODED), coded.replace("d\r\n", "d")
-    yield raw(CODED, line="POST /webhook HTTP/1.0"), coded
+    yield raw(CODED, f"Content-Length: {len(coded)}"), coded
+    yield raw(CODED, LENGTH, line="POST /webhook HTTP/1.0"), BODY
     yield raw("X-Long: " + "a" * 70_000, LENGTH), BODY
     yield raw(*["X-Many: a"] * 7_000, LENGTH), BODY
     yield raw(LENGTH, line=f"POST /webhook/{'a' * 70_000} HTTP/1.1"), BODY
@@ -4201,7 +4333,8 @@ class PapersTest(unittest.TestCase):
     def test_every_route_stands_in_readme(self):
         for path, method, *_ in buffer.ROUTES:
             if path != "/fila/{id}/{verdict}":  # the answer to a typing error
-                self.stands_in_readme(rf"\| `{method} {re.escape(path)}[^|]*\|")
+                asks = r"(\?[^`]*)?"  # its parameters
+                self.stands_in_readme(rf"\| `{method} {re.escape(path)}{asks}` \|")
 
     def test_the_n8n_flow_can_be_pasted(self):
         blocks = re.findall(r"```json\n(\{.*?\n\})\n```", self.readme, re.DOTALL)
@@ -4764,7 +4897,9 @@ def main():
         return ENTRIES[sys.argv[1]](*sys.argv[2:])
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
     buffer.descriptor_limit()
-    warnings.filterwarnings("error", module="buffer")  # what a newer Python refuses
+    warnings.filterwarnings(
+        "error", category=DeprecationWarning, module="buffer"
+    )  # what a newer Python refuses
     loaded = unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
     tests = unittest.TestSuite(chosen(loaded, words))
     runner = unittest.TextTestRunner(verbosity=2, resultclass=Result, warnings=False)
