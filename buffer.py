@@ -384,15 +384,19 @@ CREATE INDEX IF NOT EXISTS fila_source
 CREATE UNIQUE INDEX IF NOT EXISTS fila_event ON fila(coalesce(source, ''), event_id)
  WHERE event_id IS NOT NULL;
 CREATE INDEX IF NOT EXISTS fila_delayed
-    ON fila(id, source, status, available_at, size)
+    ON fila(id, size, status, available_at)
  WHERE status = 'pendente' AND available_at IS NOT NULL;
-CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, status)
+CREATE INDEX IF NOT EXISTS fila_delayed_source
+    ON fila(source, id, size, status, available_at)
+ WHERE status = 'pendente' AND available_at IS NOT NULL AND source IS NOT NULL;
+CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, size, status)
  WHERE status = 'processando';
 CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
  WHERE status = 'processado'
 """
 
-# What the Go program left without lease, size or time of settling; it gave ten minutes.
+# What the Go program left without lease (it gave ten minutes), size or time of settling,
+# or with a delay of ours; and what has had more attempts than are allowed now.
 ADOPT = (
     """
 UPDATE fila INDEXED BY fila_lease
@@ -409,6 +413,11 @@ UPDATE fila INDEXED BY fila_settled
    SET settled_at = :now
  WHERE status = 'processado'
    AND settled_at IS NULL""",
+    """
+UPDATE fila INDEXED BY fila_queue
+   SET available_at = NULL
+ WHERE status IN ('processando', 'processado', 'erro')
+   AND available_at IS NOT NULL""",
     """
 UPDATE fila INDEXED BY fila_queue
    SET status = 'erro',
@@ -433,8 +442,16 @@ SELECT CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?
     ON CONFLICT DO NOTHING"""
 WEBHOOK_BYTES = WEBHOOK.replace("CAST(? AS TEXT)", "?")
 
+LEASES_OVER = """
+SELECT id, size
+  FROM fila INDEXED BY fila_lease
+ WHERE status = 'processando'
+   AND lease_until <= :now
+ ORDER BY lease_until
+ LIMIT :limit"""
+
 LEASE_ENDED = """
-UPDATE fila
+UPDATE fila NOT INDEXED
    SET status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
        reason = iif(attempts < :most, reason,
@@ -442,24 +459,21 @@ UPDATE fila
        lost = abs(lost),
        locked_at = NULL,
        lease_until = NULL
- WHERE id IN (SELECT id
-                FROM fila INDEXED BY fila_lease
-               WHERE status = 'processando'
-                 AND lease_until <= :now
-               ORDER BY lease_until
-               LIMIT :limit)
+ WHERE id IN (SELECT value FROM json_each(:ids))
 RETURNING status"""
 
+DELAYS_OVER = """
+SELECT id, size
+  FROM fila INDEXED BY fila_queue
+ WHERE status = 'pendente'
+   AND available_at <= :now
+ ORDER BY available_at
+ LIMIT :limit"""
+
 DELAY_ENDED = """
-UPDATE fila
+UPDATE fila NOT INDEXED
    SET available_at = NULL
- WHERE id IN (SELECT id
-                FROM fila INDEXED BY fila_queue
-               WHERE status = 'pendente'
-                 AND available_at <= :now
-               ORDER BY available_at
-               LIMIT :limit)
-RETURNING id"""
+ WHERE id IN (SELECT value FROM json_each(:ids))"""
 
 DUE = """
 SELECT id, size, lost, attempts
@@ -475,6 +489,7 @@ SELECT count(*)
   FROM (SELECT 1
           FROM fila INDEXED BY fila_lease
          WHERE status = 'processando'
+           AND lease_until > :now
          LIMIT :limit)"""
 
 # CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
@@ -571,24 +586,25 @@ SELECT id, size
  WHERE status = 'pendente'
    AND available_at IS NOT NULL
    AND id > :after
-   AND (:source IS NULL OR source = :source)
  ORDER BY id
  LIMIT :limit"""
 
 # The same for one source.
-DUE_FONTE, LIST_FONTE = (
-    sql.replace("fila_queue", "fila_source").replace(
-        "WHERE", "WHERE source = :source\n   AND"
-    )
-    for sql in (DUE, LIST)
-)
+OF_SOURCE = {
+    sql: sql.replace("fila_queue", "fila_source")
+    .replace("fila_delayed", "fila_delayed_source")
+    .replace("WHERE", "WHERE source = :source\n   AND")
+    for sql in (DUE, DELAYS_OVER, LIST, LIST_DELAYED)
+}
 
 LOOK = f"""
-SELECT {ITEM}, typeof(payload) AS kind, size, status, reason, lease_until, available_at,
-       settled_at
+SELECT {ITEM}, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
+       lease_until, available_at, settled_at
   FROM fila
  WHERE id = :id"""
-LOOK_SHORT = LOOK.replace("payload AS BLOB", "substr(payload, 1, 2048) AS BLOB")
+LOOK_SHORT = LOOK.replace(
+    "CAST(payload AS BLOB) AS body", "substr(CAST(payload AS BLOB), 1, 2048) AS body"
+)
 
 OLD = """
 SELECT id, size
@@ -606,7 +622,6 @@ SELECT coalesce(source, ''), event_id, created_at
   FROM fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))
    AND event_id IS NOT NULL
- ORDER BY created_at
     ON CONFLICT DO NOTHING"""
 
 FORGET = """
@@ -705,7 +720,7 @@ class Store:
     VERSION = 1  # PRAGMA user_version of our files; the Go program leaves it at 0
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
-    BITE = 200  # rows whose lease or delay ends at once: each is written anew
+    BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
 
     def __init__(self, path, clock=time.time, max_attempts=10, backoff=30):
         """Opens or makes the file. StartError when it cannot be used."""
@@ -816,6 +831,8 @@ class Store:
         try:
             if not self._depth:
                 self._now = utc(self.clock())
+                if self._db.in_transaction:  # a rollback has failed
+                    self._db.execute("ROLLBACK")
             elif not self._db.in_transaction:
                 raise sqlite3.OperationalError("the outer transaction was rolled back")
             self._db.execute(LEVELS[self._depth][0])
@@ -874,11 +891,12 @@ class Store:
         """
         with self.transaction() as now:
             self.lease_ended()
-            self._run(DELAY_ENDED, now=now, limit=self.BITE)
+            delayed = self._run_of(DELAYS_OVER, source, now=now, limit=self.BITE[0])
+            self._run(DELAY_ENDED, ids=json.dumps(fitting(delayed, *self.BITE)))
             if in_work is not None:
-                [[busy]] = self._run(IN_WORK, limit=in_work)
+                [[busy]] = self._run(IN_WORK, now=now, limit=in_work)
                 limit = min(limit, in_work - busy)
-            rows = self._of(DUE, DUE_FONTE, source, limit=2 * limit, most=self.most)
+            rows = self._run_of(DUE, source, limit=2 * limit, most=self.most)
             if limit <= 0 or not rows:
                 return []
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
@@ -890,7 +908,9 @@ class Store:
         """Ends leases that ran out, the oldest first: back to the queue, or to erro when
         the attempts are used up. How many there were, up to BITE."""
         with self.transaction() as now:
-            ended = self._run(LEASE_ENDED, now=now, most=self.most, limit=self.BITE)
+            rows = self._run(LEASES_OVER, now=now, limit=self.BITE[0])
+            values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
+            ended = self._run(LEASE_ENDED, now=now, **values)
             self._count_used_up(row["status"] for row in ended)
             return len(ended)
 
@@ -945,17 +965,17 @@ class Store:
         """Rows (id, size) of messages with one of the statuses, in the order of ids."""
         found = []
         for status in statuses:
-            where = {"after": after, "limit": limit}
+            where = {"after": after, "limit": limit, "until": until, "status": status}
+            found += self._run_of(LIST, source, **where)
             if status == "pendente":
-                found += self._run(LIST_DELAYED, source=source, **where)
-            where.update(status=status, until=until)
-            found += self._of(LIST, LIST_FONTE, source, **where)
+                found += self._run_of(LIST_DELAYED, source, **where)
         return sorted(found, key=lambda row: row["id"])[:limit]
 
-    def _of(self, sql, sql_of_source, source, **values):
+    def _run_of(self, sql, source, **values):
+        """A statement for all or for one source."""
         if source is None:
             return self._run(sql, **values)
-        return self._run(sql_of_source, source=source, **values)
+        return self._run(OF_SOURCE[sql], source=source, **values)
 
     def look(self, ids, whole):
         """Rows of messages as they are; of the payload the first 2 kB unless `whole`.
@@ -1164,7 +1184,7 @@ def compiled(template, secrets):
     (None, bytes) or (kind of field, its name). ValueError when it cannot be read."""
     algorithm = "sha1" if template.startswith("sha1:") else "sha256"
     text, parts = template.removeprefix("sha1:"), []
-    wrong = PART.sub("", text) or re.match(r"(?i)sha\d+:", text) or "|" in text
+    wrong = PART.sub("", text) or re.match(r"(?i)(sha|md)\d+:", text) or "|" in text
     for optional, required in PART.findall(text):
         pieces = []
         for n, piece in enumerate(FIELD.split(optional or required)):
@@ -1185,7 +1205,8 @@ def keys_of(secret):
     yield secret
     if secret.startswith(b"whsec_"):
         with contextlib.suppress(ValueError):
-            yield base64.b64decode(secret[len(b"whsec_") :], validate=True)
+            decoded = base64.b64decode(secret[len(b"whsec_") :], validate=True)
+            yield decoded or secret
 
 
 def macs_in(text):
@@ -1391,7 +1412,8 @@ def environ_key(name):
 @functools.lru_cache(maxsize=256)  # senders repeat themselves
 def kept_names(keys):
     """Triples ('HTTP_X_GITHUB_EVENT', 'x-github-event', '"x-github-event":')."""
-    headers = [key for key in keys if re.match("HTTP_|CONTENT_(TYPE|LENGTH)$", key)]
+    both = "CONTENT_(TYPE|LENGTH)$"  # some servers give them with HTTP_ as well
+    headers = [key for key in keys if re.match(f"HTTP_(?!{both})|{both}", key)]
     names = [key.removeprefix("HTTP_").replace("_", "-").lower() for key in headers]
     pairs = zip(headers, names)
     return [(k, n, f"{quote_json(n)}:") for k, n in pairs if not NOT_KEPT.fullmatch(n)]
@@ -1459,7 +1481,7 @@ class Request:
         name = self.word("fonte")
         if name == "":
             raise Refusal(400, "fonte vazia")
-        return name and name.lower()
+        return name and name.lower().replace("_", "-")
 
     def number(self, name, low, high, default):
         """A whole number from the query; `default` when it is anything else."""
@@ -1525,7 +1547,9 @@ class Request:
         if self.content is not self.raw:
             values = {**values, "CONTENT_LENGTH": str(len(self.content))}
             values.pop("HTTP_CONTENT_ENCODING")
-        names = kept_names(tuple(values))
+        names = (kept_names if len(values) < 100 else kept_names.__wrapped__)(
+            tuple(values)
+        )
         texts = [
             json_ + quote_json(values[key]) for key, n, json_ in names if n != without
         ]
@@ -1552,12 +1576,14 @@ CODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (15, -15)}  # zlib's wbits
 
 def inflated(raw, wbits):
     """The pieces of a compressed body, up to 1 MiB each; zlib.error when it is none."""
-    inflater = zlib.decompressobj(wbits)
+    inflater, members = zlib.decompressobj(wbits), 1
     for start in range(0, len(raw), 65536):
         data = raw[start : start + 65536]
         while data:
             if inflater.eof:  # gzip files may follow each other (RFC 1952 2.2)
-                inflater = zlib.decompressobj(wbits)
+                inflater, members = zlib.decompressobj(wbits), members + 1
+            if members > 1000:
+                raise zlib.error("a million empty files are an attack")
             yield inflater.decompress(data, 1 << 20)
             data = inflater.unconsumed_tail or inflater.unused_data.lstrip(b"\0")
     yield inflater.flush()
@@ -1670,14 +1696,16 @@ def item_n8n(row):
 def looked_json(row):
     """A row as an item of a list, with its status and times; a long payload is cut."""
     more = {"status": quoted(row["status"]), "motivo": quoted(row["reason"])}
-    more["tamanho"] = str(row["size"] or len(row["body"]))
+    more["tamanho"] = str(row["size"])
     more["reservado_ate"] = moment(row["lease_until"])
     more["disponivel_em"] = moment(row["available_at"])
     more["resolvido_em"] = moment(row["settled_at"])
-    if len(row["body"]) < (row["size"] or 0):
+    if len(row["body"]) < row["size"]:
         more["cortado"] = "true"
-        if row["kind"] == "text":  # a piece of JSON is no JSON
-            more["payload"] = json.dumps(row["body"].decode("utf-8", "ignore"))
+        with contextlib.suppress(UnicodeDecodeError):  # the last character may be cut
+            text = codecs.getincrementaldecoder("utf-8")().decode(row["body"])
+            row = {**dict(row), "body": text.encode()}
+            more["payload"] = json.dumps(text)  # a piece of JSON is no JSON
     return item_json(row, **more)
 
 
@@ -2411,7 +2439,11 @@ class Rounds:
             with self.app.store.transaction():
                 for channel in asked:
                     channel.reply = self.reply(channel)
-                woken = self.wake([c for c in asked if c.reply.wait], look)
+                    if (
+                        channel.reply.wait
+                    ):  # at once, so that the next one sees the room
+                        self.enter(channel)
+                woken = self.wake([c for c in asked if c.wait_for], look)
         except sqlite3.Error as error:
             failure = self.app.failed(error)
             for channel in asked + woken:
@@ -2443,10 +2475,7 @@ class Rounds:
     def wake(self, fresh, look):
         """Asks those that wait and for whom there may be something, in the order in which
         they came. Returns who has an answer, and who has hung up."""
-        woken = []
-        for channel in fresh:
-            self.enter(channel)
-        kinds = set(self.parked)
+        woken, kinds = [], set(self.parked)
         if look:
             gone = [channel for channel in self.everybody() if channel.hung_up()]
             woken += map(self.dismiss, gone)
