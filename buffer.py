@@ -1737,14 +1737,30 @@ ROUTES = (
 
 
 def compiled_routes(routes):
-    """((pattern, {method: (handler, right)}), ...); {rest} may hold slashes."""
+    """{path: {method: (handler, right)}}, and the paths as patterns."""
     paths = {}
     for path, method, handler, right in routes:
         paths.setdefault(path, {})[method] = handler, right
+    patterns = []
     for path, methods in paths.items():
-        text = path.replace("{rest}", "(?P<rest>.*)")
+        text = path.replace("{rest}", "(?P<rest>.*)")  # it may hold slashes
         text = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text)
-        yield re.compile(text, re.DOTALL).fullmatch, methods
+        patterns.append((re.compile(text, re.DOTALL).fullmatch, methods))
+    return paths, patterns
+
+
+PATHS, PATTERNS = compiled_routes(ROUTES)
+
+
+def find_methods(path):
+    """({method: (handler, right)} or None, parameters) of a path."""
+    if path in PATHS and "{" not in path:
+        return PATHS[path], {}
+    for fits, methods in PATTERNS:
+        found = fits(path)
+        if found:
+            return methods, found.groupdict()
+    return None, {}
 
 
 STATUSES = ("pendente", "processando", "processado", "erro")
@@ -1757,7 +1773,6 @@ class App:
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
     LONGEST_WAIT = 60  # seconds
     MANY = 5000  # messages that one reenviar by filter takes
-    ROUTES = tuple(compiled_routes(ROUTES))
 
     def __init__(self, settings, store, wall=time.time):
         """`wall` is the clock that senders' timestamps are compared with."""
@@ -1766,6 +1781,8 @@ class App:
             name: Source(name, source, settings.public_url)
             for name, source in settings.sources
         }
+        senders = settings.token + (settings.webhook_token or ())
+        self.good = {SENDER: senders, CONSUMER: settings.token}  # tokens
         self.refused = Repeats(logging.WARNING)
         self.trouble = Repeats(logging.ERROR)
         self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
@@ -1794,16 +1811,14 @@ class App:
 
     def route(self, request):
         """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6)."""
+        methods, request.params = find_methods(request.path)
+        if methods is None:
+            raise Refusal(404, "página não encontrada")
         wanted = "GET" if request.method == "HEAD" else request.method
-        for fits, methods in self.ROUTES:
-            found = fits(request.path)
-            if found and wanted in methods:
-                request.params = found.groupdict()
-                handler, right = methods[wanted]
-                return getattr(self, handler), right
-            if found:
-                raise not_allowed(methods)
-        raise Refusal(404, "página não encontrada")
+        if wanted not in methods:
+            raise not_allowed(methods)
+        handler, right = methods[wanted]
+        return getattr(self, handler), right
 
     def authorize(self, request, right):
         """Refusal 401 without a token for this; compared as bytes, in constant time.
@@ -1817,9 +1832,7 @@ class App:
             request.source = self.source(request)
             if request.source:
                 return self.verify(request)
-        good = self.settings.token
-        if right is SENDER:
-            good += self.settings.webhook_token or ()
+        good = self.good[right]
         given = request.header_token() or request.query_token or b""
         fits = [token for token in good if hmac.compare_digest(given, token)]
         if fits:
@@ -1864,6 +1877,8 @@ class App:
         path = request.params.get("rest", "").strip("/")
         if source:
             path = path.partition("/")[2]
+        if request.suffix:
+            path = f"{path}/{request.suffix.strip('/')}".strip("/")
         words = (source.id_word,) if source else settings.dedupe
         is_new = self.store.webhook(
             request.content,
@@ -1871,7 +1886,7 @@ class App:
             source=source and source.name,
             event_id=None if "-" in words else find_id(words, request),
             method=request.method,
-            path="/".join(filter(None, (path, request.suffix.strip("/")))) or None,
+            path=path or None,
             query=request.kept_query(),
             headers=request.kept_headers(),
         )
@@ -2116,10 +2131,11 @@ def handshake(request):
     Slack: https://api.slack.com/events/url_verification; Zoom: "Validate your webhook
     endpoint"; Microsoft Graph: "Receive change notifications through webhooks".
     """
-    preset = request.source and request.source.preset
-    if preset is None and not request.raw and "validationToken" in request.query:
-        return echo(request.query["validationToken"][0])
-    if preset and is_first_ping(request):
+    if request.source is None:
+        ask = not request.raw and request.word("validationToken")
+        return echo(ask) if ask else None
+    preset = request.source.preset
+    if is_first_ping(request):
         return App.OK
     value = request.json if preset in ("slack", "zoom") else None
     if not isinstance(value, dict):
