@@ -4146,7 +4146,7 @@ class CrowdTest(Proof):
         if 0 <= hard < 4096:
             self.skipTest(f"only {hard} open files are allowed")
         buffer.descriptor_limit()
-        server, done = self.enter(Service(REQUEST_TIMEOUT=2)), threading.Event()
+        server, done = self.enter(Service(REQUEST_TIMEOUT=5)), threading.Event()
         starts = [b"", b"POST /webhook HTTP/1.1\r\nX-Slow: ", raw("Content-Length: 99")]
         links = [self.enter(dial(server.port, starts[n % 3])) for n in range(900)]
         slow = [link for n, link in enumerate(links) if n % 3]
@@ -4162,7 +4162,7 @@ class CrowdTest(Proof):
         self.addCleanup(thread.join)
         self.addCleanup(done.set)
         with Senders(server.port, 100, total=100) as senders:
-            senders.until(100, seconds=2)
+            senders.until(100, seconds=4)
         self.assertTaken(senders)
         self.assertEqual({408}, {answer(link)[0] for link in slow})
         self.assertEqual(100, len(rows(server.db)))
@@ -4350,7 +4350,7 @@ class MalformedTest(Proof):
         chance, cls.answers, cls.server = (
             Random(2),
             {},
-            Service(REQUEST_TIMEOUT=1),
+            Service(REQUEST_TIMEOUT=2),
         )
         cls.server.start()
         cls.addClassCleanup(cls.server.__exit__)
