@@ -1582,8 +1582,8 @@ def inflated(raw, wbits):
         while data:
             if inflater.eof:  # gzip files may follow each other (RFC 1952 2.2)
                 inflater, members = zlib.decompressobj(wbits), members + 1
-            if members > 1000:
-                raise zlib.error("a million empty files are an attack")
+            if members > 1000:  # empty ones never reach the limit of bytes
+                raise zlib.error("too many members")
             yield inflater.decompress(data, 1 << 20)
             data = inflater.unconsumed_tail or inflater.unused_data.lstrip(b"\0")
     yield inflater.flush()
