@@ -24,6 +24,10 @@ Operators
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
     GET /health                   200 while messages can be stored, else 503
 
+Delivery
+    FORWARD_URL=http://...        or each message by POST to a URL, one after the other;
+    FORWARD_URL=amqp://...        or to RabbitMQ, done when the broker has confirmed it
+
 Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token=
 (the header wins).
 
@@ -56,17 +60,22 @@ import codecs
 import collections
 import contextlib
 import dataclasses
+import datetime
+import email.utils
 import fcntl
 import functools
 import hashlib
 import hmac
 import http
+import http.client
+import io
 import ipaddress
 import itertools
 import json
 import logging
 import math
 import os
+import queue
 import re
 import resource
 import secrets
@@ -192,6 +201,26 @@ def id_words(text):
     return tuple(matched(f"({ID_WORD})", word.strip())[0] for word in text.split(","))
 
 
+def workers(text):
+    """a whole number from 1 to 256"""
+    return within(1, 256, int(*matched("([0-9]{1,9})", text)))
+
+
+def target_url(text):
+    """http://host/path, https://, or amqp://user:password@host/vhost?exchange=..."""
+    if text:
+        matched(r"(https?|amqps?)://[^\s#/?]+[^\s#]*", text)
+        parts = urllib.parse.urlsplit(text)
+        within(1, 65535, 1 if parts.port is None else parts.port)
+        within(1, math.inf, len(parts.hostname or ""))
+    return text or None
+
+
+def header_value(text):
+    """the value of a header, in one line"""
+    return matched("([ -~\xa0-\xff]+)", text)[0]
+
+
 def scheme(text):
     """a preset's name, or three words: HEADER TEMPLATE ID"""
     return text
@@ -235,6 +264,21 @@ def read_settings(cls, environ, fonte=""):
     return values
 
 
+def read_headers(environ):
+    """(name, value) of each FORWARD_HEADER_<NAME>. StartError as above."""
+    headers = []
+    for name in sorted(environ):
+        found = re.fullmatch("FORWARD_HEADER_([A-Z0-9_]+)", name, re.IGNORECASE)
+        if found:
+            try:
+                value = header_value(environ[name])
+            except ValueError:
+                takes = header_value.__doc__
+                raise StartError(f"{name}='***': it takes {takes}", 2) from None
+            headers.append((found[1].replace("_", "-"), value))
+    return tuple(headers)
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceSettings:
     """What is set for a sender that signs, under the name in its path in capitals."""
@@ -248,6 +292,9 @@ class SourceSettings:
     sign: str = setting("", scheme, "how it signs", "SIGN_{}")
     tolerance: int = setting(
         "300", count, "seconds a timestamp may be off; 0 is off", "TOLERANCE_{}"
+    )
+    forward: str = setting(
+        None, target_url, "where to deliver what this source sends", "FORWARD_{}"
     )
 
 
@@ -302,6 +349,21 @@ class Settings:
     trusted_proxy: tuple = setting(
         "", networks, "proxies whose X-Forwarded-For is believed"
     )
+    forward_url: str = setting(
+        None, target_url, "where to deliver messages, instead of waiting for consumers"
+    )
+    forward_concurrency: int = setting(
+        "1", workers, "deliveries at the same time; with 1 the order is kept"
+    )
+    forward_timeout: int = setting(
+        "60", seconds, "seconds a target has to answer a delivery"
+    )
+    forward_rate: int = setting(
+        "0", count, "deliveries that are begun in a second, 0 for no limit"
+    )
+    forward_header: tuple = setting(
+        None, header_value, "a header for the target", "FORWARD_HEADER_<NAME>"
+    )
     log_level: str = setting("INFO", level, "how much is logged, on standard error")
 
     sources: tuple = ()  # pairs of a source's name and its SourceSettings
@@ -314,10 +376,13 @@ class Settings:
             raise StartError(
                 f"TOKEN is missing. Try: TOKEN={token} python buffer.py", 2
             )
+        own = {name for _, name, _ in settings_of(cls)}
         sources = {}
         for name in sorted(environ):
-            found = re.fullmatch("SECRET_(.+?)(?:_OLD)?|(?:SIGN|TOLERANCE)_(.+)", name)
-            if not found:
+            found = re.fullmatch(
+                "SECRET_(.+?)(?:_OLD)?|(?:SIGN|TOLERANCE|FORWARD)_(.+)", name
+            )
+            if not found or name in own or name.startswith("FORWARD_HEADER_"):
                 continue
             source = found[1] or found[2]
             if source != source.upper().replace("-", "_"):
@@ -326,7 +391,9 @@ class Settings:
                 raise StartError(f"{name} is set, but not SECRET_{source}", 2)
             values = read_settings(SourceSettings, environ, source)
             sources[source] = SourceSettings(**values)
-        return cls(**read_settings(cls, environ), sources=tuple(sources.items()))
+        values = read_settings(cls, environ)
+        values["forward_header"] = read_headers(environ)
+        return cls(**values, sources=tuple(sources.items()))
 
 
 # The store
@@ -377,7 +444,7 @@ CREATE TABLE IF NOT EXISTS eventos (
 INDEXES = """
 DROP INDEX IF EXISTS idx_fila_status;
 CREATE INDEX IF NOT EXISTS fila_queue
-    ON fila(status, available_at, id, size, lost, attempts);
+    ON fila(status, available_at, id, size, lost, attempts, source);
 CREATE INDEX IF NOT EXISTS fila_source
     ON fila(source, status, available_at, id, size, lost, attempts)
  WHERE source IS NOT NULL;
@@ -394,6 +461,13 @@ CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, size, status)
 CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
  WHERE status = 'processado'
 """
+
+# The index as it was when a claim could not leave sources out.
+OLD_QUEUE = """
+SELECT name
+  FROM sqlite_master
+ WHERE name = 'fila_queue'
+   AND sql NOT LIKE '%source%'"""
 
 # What the Go program left without lease (it gave ten minutes), size or time of settling,
 # or with a delay of ours; and what has had more attempts than are allowed now.
@@ -484,6 +558,13 @@ SELECT id, size, lost, attempts
  ORDER BY id
  LIMIT :limit"""
 
+# Delivery to one place leaves out the sources that have a place of their own.
+DUE_WITHOUT = DUE.replace(
+    " ORDER BY",
+    """   AND (source IS NULL OR source NOT IN (SELECT value FROM json_each(:without)))
+ ORDER BY""",
+)
+
 IN_WORK = """
 SELECT count(*)
   FROM (SELECT 1
@@ -533,6 +614,7 @@ UPDATE fila NOT INDEXED
 RETURNING id, status"""
 
 # Without a delay: backoff, doubled with each attempt up to an hour, give or take a fifth.
+# An attempt that is `spared` was none: what it was to reach could not be reached.
 DEVOLVER = f"""
 UPDATE fila NOT INDEXED
    SET status = iif(attempts < :most, 'pendente', 'erro'),
@@ -542,6 +624,7 @@ UPDATE fila NOT INDEXED
                              * (80 + abs(random() % 41)) / 100.0), 'unixepoch'), NULL),
        reason = coalesce(:reason, reason,
                          iif(attempts < :most, NULL, 'devolvida na última tentativa')),
+       attempts = attempts - (:spared AND attempts > 0),
        lost = 0,
        locked_at = NULL,
        lease_until = NULL {CHOSEN}
@@ -792,6 +875,8 @@ class Store:
             for name, kind in NEW_COLUMNS.items():
                 if name not in columns:
                     self._run(f"ALTER TABLE fila ADD COLUMN {name} {kind}")
+            for row in self._run(OLD_QUEUE):
+                self._run(f"DROP INDEX {row['name']}")
             for statement in INDEXES.split(";"):
                 self._run(statement)
             for statement in ADOPT:
@@ -882,21 +967,27 @@ class Store:
             values = *kept, headers, event_id, event_id, source
             return self._db.execute(sql, values).rowcount > 0
 
-    def pegar(self, limit, lease, max_bytes, source=None, in_work=None):
+    def pegar(self, limit, lease, max_bytes, source=None, in_work=None, without=()):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
 
         Returns their rows. A message with which the batch would pass `max_bytes` of
         payload stays for the next claim, which it opens whatever its size. `source`
-        takes only that source's, `in_work` no more than that so many are leased in all.
+        takes only that source's, `without` leaves some out, and `in_work` takes no more
+        than that so many are leased in all.
         """
         with self.transaction() as now:
             self.lease_ended()
             delayed = self._run_of(DELAYS_OVER, source, now=now, limit=self.BITE[0])
-            self._run(DELAY_ENDED, ids=json.dumps(fitting(delayed, *self.BITE)))
+            if delayed:
+                self._run(DELAY_ENDED, ids=json.dumps(fitting(delayed, *self.BITE)))
             if in_work is not None:
                 [[busy]] = self._run(IN_WORK, now=now, limit=in_work)
                 limit = min(limit, in_work - busy)
-            rows = self._run_of(DUE, source, limit=2 * limit, most=self.most)
+            where = {"limit": 2 * limit, "most": self.most}
+            if without:
+                rows = self._run(DUE_WITHOUT, without=json.dumps(without), **where)
+            else:
+                rows = self._run_of(DUE, source, **where)
             if limit <= 0 or not rows:
                 return []
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
@@ -929,10 +1020,12 @@ class Store:
         """Failed for good."""
         return self._settle(ERRO, ids, attempt, "erro", reason=reason)
 
-    def devolver(self, ids, attempt=None, reason=None, delay=None):
-        """Failed for now: again after `delay` seconds, or after the backoff."""
-        values = {"most": self.most, "backoff": self.backoff, "reason": reason}
-        values.update(delay=delay, epoch=math.ceil(self.clock()))
+    def devolver(self, ids, attempt=None, reason=None, delay=None, spared=False):
+        """Failed for now: again after `delay` seconds, or after the backoff. Where the
+        attempt is `spared`, it does not count."""
+        most = 10**9 if spared else self.most
+        values = {"most": most, "backoff": self.backoff, "reason": reason}
+        values.update(delay=delay, epoch=math.ceil(self.clock()), spared=spared)
         outcomes = self._settle(DEVOLVER, ids, attempt, "pendente", **values)
         self._count_used_up(o.status for o in outcomes.values() if not o.refused)
         return outcomes
@@ -2186,6 +2279,770 @@ def is_trusted(address, trusted):
     return any(ip in network for network in trusted)
 
 
+# Delivery
+
+
+class Result(typing.NamedTuple):
+    """How a try to deliver ended; `outcome` is what is counted, `reason` why it failed.
+
+    `delay` is what the target asked for, in seconds. `down` says that the target as a
+    whole could not do it: UNREACHABLE, then it has not seen the message, or UNABLE.
+    """
+
+    outcome: str
+    reason: str = None
+    delay: float = None
+    down: str = None
+
+
+UNREACHABLE, UNABLE = "unreachable", "unable"
+
+
+class Breaker:
+    """A circuit breaker: while a target is down, one message goes on being tried.
+
+    The others wait and keep their attempts. What is tried is the oldest message, at
+    growing distances. Where a gateway answers for the target (502 to 504), it could be
+    the message itself that brings the target down: after PROBES tries it steps aside
+    for the next one, and each time it is the first to fail costs it an attempt.
+    """
+
+    FIRST, LAST, PROBES = 1, 30, 5  # seconds between two tries, tries of one message
+    TOLD = 2  # failures in a row; some gateways have moments
+
+    def __init__(self, name, clock):
+        self.name, self.clock = name, clock
+        self.since = None  # when the target went down; None while it is up
+        self.until = -math.inf  # when it is tried again
+        self._failures, self._probe, self._probes = 0, None, 0
+
+    def passed(self):
+        if self._failures >= self.TOLD:
+            spent = self.clock() - self.since
+            log.warning("%s is back after %.0f seconds", self.name, spent)
+        self.since, self._failures, self._probes = None, 0, 0
+
+    def failed(self, reason, delay=None):
+        """Opens it, or waits longer until the next try; `delay` is the least."""
+        now = self.clock()
+        self.since = now if self.since is None else self.since
+        wait = min(self.LAST, self.FIRST << min(self._failures, 10))
+        self.until = now + max(wait, delay or 0)
+        self._failures += 1
+        if self._failures == self.TOLD:
+            log.warning("%s is down, one message is tried: %s", self.name, reason)
+
+    def verdict(self, id_, result):
+        """(delay, whether the attempt is spared) of a message that found it down."""
+        first = self.since is None
+        self.failed(result.reason, result.delay)
+        if result.down == UNREACHABLE:
+            return 0, True
+        self._probes = self._probes + 1 if id_ == self._probe else 1
+        self._probe = id_
+        return (None if self._probes > self.PROBES else 0), not first
+
+
+class Target:
+    """A place to deliver to. Delivery asks it for room, and starts messages in it.
+
+    A subclass has start(rows), and calls finish() for each row from its own threads.
+    """
+
+    BYTES = 16 << 20  # of messages on their way at the same time
+    BITE = 100  # messages of one claim, for which senders wait
+    at_once = 1  # messages on their way at the same time
+
+    def __init__(self, name, url, source, settings, clock):
+        self.name, self.url, self.source, self.clock = name, url, source, clock
+        self.timeout, self.rate = settings.forward_timeout, settings.forward_rate
+        self.without = ()  # sources that have a target of their own
+        self.breaker = Breaker(f"{name} ({url.hostname})", clock)
+        self.flying, self.weight = {}, 0  # id: when to extend its lease; bytes
+        self.outcomes = collections.Counter()
+        self.claimed, self.hungry, self.more = [], True, False
+        self.results = self.wake = None  # Delivery sets them
+        self._next = -math.inf  # when the next may start
+
+    @property
+    def lease(self):
+        """Longer than a delivery can take, with the time to look a name up."""
+        return self.timeout + 120
+
+    def room(self, now):
+        """(how many messages, how many bytes) may be started now."""
+        if now < self.opens():
+            return 0, 0
+        limit = self.at_once - len(self.flying)
+        if self.rate:  # some at once where the clock of the loop is too coarse
+            limit = min(limit, max(1, self.rate // 100))
+        if self.breaker.since is not None:
+            limit = 0 if self.flying else 1
+        size = self.BYTES - self.weight
+        return limit if size > 0 else 0, size
+
+    def opens(self):
+        """Until when it waits, by the clock."""
+        down = self.breaker.since is not None
+        return max(self._next, self.breaker.until if down else -math.inf)
+
+    def next_claim(self, now):
+        """When to claim again though nothing has happened by then."""
+        if not self.hungry:
+            return math.inf
+        if now < self.opens():
+            return self.opens()
+        return now if self.more else math.inf
+
+    def begin(self, rows):
+        now = self.clock()
+        if self.rate and rows:
+            self._next = max(self._next, now) + len(rows) / self.rate
+        for row in rows:
+            self.flying[row["id"]] = now + self.lease / 2
+            self.weight += len(row["body"])
+        self.start(rows)
+
+    def finish(self, row, result):
+        """A message is back; the one method that other threads call."""
+        self.results.append((self, row, result))
+        self.wake()
+
+    def land(self, row, result):
+        """(delay, whether the attempt is spared) where the message was not delivered."""
+        self.flying.pop(row["id"], None)
+        self.weight -= len(row["body"])
+        self.outcomes[result.outcome] += 1
+        if result.down:
+            return self.found_down(row, result)
+        self.breaker.passed()
+        return result.delay, False
+
+    def found_down(self, row, result):
+        return self.breaker.verdict(row["id"], result)
+
+    def overdue(self, now):
+        """Ids of messages whose leases should be extended, every second."""
+        ids = [id_ for id_, when in self.flying.items() if when <= now]
+        self.flying.update((id_, now + self.lease / 2) for id_ in ids)
+        return ids
+
+    def check(self, now):
+        """Called every second."""
+
+    def stop(self):
+        """Nothing more will be started or is awaited."""
+
+    def state(self):
+        if self.breaker.since is None:
+            return "fluindo"
+        return "sondando" if self.flying else "parado"
+
+    def report(self):
+        """What the page and the metrics show."""
+        down = self.breaker.since
+        return {
+            "destino": self.name,
+            "estado": self.state(),
+            "em_voo": len(self.flying),
+            "tentativas": dict(self.outcomes),
+            "desde": None if down is None else round(self.clock() - down),
+        }
+
+
+# Of the sender's headers, what describes its own request and not the message; names of
+# ours, which a sender could forge.
+NOT_FORWARDED = {"host", "content-length", "accept-encoding"}
+OURS = {"idempotency-key", "x-buffer-id", "x-buffer-tentativa"}
+
+
+def idempotency_key(row):
+    """The same in every delivery of the same event; a colon tells it from an id."""
+    if not row["event_id"]:
+        return str(row["id"])
+    key = f"{row['source'] or ''}:{row['event_id']}"
+    return urllib.parse.quote(key, safe="".join(map(chr, range(33, 127))))
+
+
+class Push(Target):
+    """Delivers by POST to a URL, with FORWARD_CONCURRENCY threads."""
+
+    def __init__(self, name, url, source, settings, clock):
+        super().__init__(name, url, source, settings, clock)
+        self.at_once = settings.forward_concurrency
+        self.fixed = {name.lower(): value for name, value in settings.forward_header}
+        if url.username is not None:
+            pair = urllib.parse.unquote(url.netloc.rpartition("@")[0]).encode()
+            basic = base64.b64encode(pair).decode()
+            self.fixed.setdefault("authorization", f"Basic {basic}")
+        self.rows = queue.SimpleQueue()
+        self.couriers = [Courier(self) for _ in range(self.at_once)]
+        for courier in self.couriers:
+            courier.start()
+
+    def start(self, rows):
+        for row in rows:
+            self.rows.put(row)
+
+    def check(self, now):
+        for courier in self.couriers:
+            courier.check(now)
+
+    def stop(self):
+        for _ in self.couriers:
+            self.rows.put(None)
+
+    def address(self, row):
+        """Path and query for a message: the URL's, then its own.
+
+        Segments such as .. are left out: senders must not reach other paths.
+        """
+        rest = [part for part in (row["path"] or "").split("/") if part.strip(".")]
+        path = self.url.path or "/"
+        if rest:
+            quoted = (urllib.parse.quote(part, "!$&'()*+,=:@") for part in rest)
+            path = f"{path.rstrip('/')}/{'/'.join(quoted)}"
+        query = json.loads(row["query"] or "{}")
+        query = urllib.parse.urlencode(query, doseq=True, errors="replace")
+        query = "&".join(filter(None, (self.url.query, query)))
+        return f"{path}?{query}" if query else path
+
+    def headers(self, row):
+        headers = json.loads(row["headers"] or "{}")
+        for name in NOT_FORWARDED | OURS:
+            headers.pop(name, None)
+        headers["host"] = self.url.netloc.rpartition("@")[2]
+        headers["content-length"] = str(len(row["body"]))
+        headers["x-buffer-id"] = str(row["id"])
+        headers["x-buffer-tentativa"] = str(row["attempts"])
+        headers["idempotency-key"] = idempotency_key(row)
+        return {**headers, **self.fixed}
+
+
+class Lines(io.BufferedReader):
+    """http.client takes headers that break off for whole ones; here they raise."""
+
+    place = "start"
+
+    def readline(self, size=-1):
+        line = super().readline(size)
+        if not line and self.place == "headers":
+            raise http.client.IncompleteRead(b"")
+        if self.place == "start":
+            self.place = "headers"
+        return line
+
+
+class Response(http.client.HTTPResponse):
+    def __init__(self, *values, **options):
+        super().__init__(*values, **options)
+        self.fp = Lines(self.fp.detach())
+
+    def begin(self):
+        lines = self.fp
+        super().begin()
+        lines.place = "body"  # some forget the line after the last chunk
+
+
+class Courier(threading.Thread):
+    """A thread with a keep-alive connection, which delivers one message at a time."""
+
+    CONNECT = 10  # seconds
+    READ = 65536  # bytes of an answer; after more the connection is not used again
+
+    def __init__(self, target):
+        super().__init__(name=f"courier of {target.name}", daemon=True)
+        self.target = target
+        self.line = None  # the connection
+        self.until = math.inf  # the deadline of the delivery in hand
+        self.lock = threading.Lock()  # over line, until and late
+        self.late = False
+
+    def run(self):
+        for row in iter(self.target.rows.get, None):
+            try:
+                result = self.deliver(row)
+            except Exception as error:  # a message that cannot be sent, or our fault
+                log.exception("delivery of message %d failed", row["id"])
+                self.hang_up()
+                result = Result("erro", f"não pôde ser enviada: {error}")
+            self.target.finish(row, result)
+
+    def deliver(self, row):
+        with self.lock:
+            self.until, self.late = self.target.clock() + self.target.timeout, False
+        try:
+            reused = self.is_alive_still()
+            if not reused:
+                failure = self.connect()
+                if failure:
+                    return failure
+            try:
+                answer = self.post(row)
+            except ConnectionError:  # it may have been closing as we wrote
+                if not reused or self.late:
+                    raise
+                failure = self.connect()
+                if failure:
+                    return failure
+                answer = self.post(row)
+            with answer:
+                return result_of(answer, self.read(answer))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.hang_up()
+            if self.late or isinstance(error, TimeoutError):
+                reason = f"sem resposta em {self.target.timeout} s"
+                return Result("timeout", reason)
+            return Result("interrompida", f"resposta interrompida: {error!r}"[:500])
+        finally:
+            with self.lock:
+                self.until = math.inf
+
+    def check(self, now):
+        """Cuts a delivery that takes too long; timeouts of sockets are for each read."""
+        with self.lock:
+            if now >= self.until and self.line and self.line.sock:
+                self.until, self.late = math.inf, True
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self.line.sock, socket.SHUT_RDWR)
+
+    def is_alive_still(self):
+        """Whether there is a connection on which nothing has come, its end least."""
+        if not self.line or not self.line.sock:
+            return False
+        watch = select.poll()
+        watch.register(self.line.sock, select.POLLIN)
+        if watch.poll(0):
+            self.hang_up()
+        return bool(self.line)
+
+    def connect(self):
+        """A new connection; a Result when there is none to be had."""
+        self.hang_up()
+        url, timeout = self.target.url, self.target.timeout
+        secure = url.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        line = kind(url.hostname, url.port, timeout=min(self.CONNECT, timeout))
+        try:
+            line.connect()
+        except (OSError, UnicodeError) as error:
+            line.close()
+            return Result("conexao", f"sem conexão: {error}", down=UNREACHABLE)
+        line.sock.settimeout(timeout)
+        line.response_class = Response
+        with self.lock:
+            self.line = line
+        return None
+
+    def hang_up(self):
+        with self.lock:
+            line, self.line = self.line, None
+        if line:
+            line.close()
+
+    def post(self, row):
+        line = self.line
+        line.putrequest("POST", self.target.address(row), True, True)
+        for name, value in self.target.headers(row).items():
+            line.putheader(name, value)
+        line.endheaders(row["body"])
+        return line.getresponse()
+
+    def read(self, answer):
+        """The start of an answer's body, all of which has to arrive."""
+        text = answer.read(self.READ)
+        more = answer.read(1) if len(text) == self.READ else b""
+        if more:
+            self.hang_up()
+        elif answer.length:
+            raise http.client.IncompleteRead(text, answer.length)
+        if answer.will_close:
+            self.hang_up()
+        return text
+
+
+def result_of(answer, text):
+    """What an HTTP answer means for the message."""
+    status, group = answer.status, f"{answer.status // 100}xx"
+    if group == "2xx":
+        return Result(group)
+    reason = f"{status} {answer.reason}".strip()
+    if group == "3xx":
+        where = answer.headers.get("Location", "")[:200]
+        reason += f" para {where}: redirecionamentos não são seguidos"
+    if text:
+        reason += ": " + text[:500].decode("utf-8", "replace").strip()
+    down = UNABLE if status in (502, 503, 504) else None
+    return Result(group, reason, retry_after(answer.headers.get("Retry-After")), down)
+
+
+def retry_after(text, now=time.time):
+    """Seconds that Retry-After asks for (RFC 9110 10.2.3), at most an hour; or None."""
+    text = (text or "").strip()
+    if re.fullmatch("[0-9]{1,18}", text):
+        return min(3600, int(text))
+    try:
+        when = email.utils.parsedate_to_datetime(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return min(3600, max(0, math.ceil(when - now())))
+
+
+class Relay(Target):
+    """Hands messages over to RabbitMQ: persistent, mandatory, with publisher confirms.
+
+    A message is done when the broker has confirmed it; many are on their way at the
+    same time. pika's connection belongs to a thread. `lock` is over `up` and `rows`:
+    what is put in while it is up is published, or comes back when the connection ends.
+    """
+
+    at_once, lease = 1000, 60  # it is extended while the connection lives
+    MISCONFIGURED = 403, 404  # AMQP: no right, no exchange; the same for all messages
+
+    def __init__(self, name, url, source, settings, clock):
+        super().__init__(name, url, source, settings, clock)
+        self.pika = import_pika(name)
+        self.exchange, self.routing_key, self.parameters = self.parse(name, url)
+        self.lock, self.stopped = threading.Lock(), threading.Event()
+        self.connection = self.channel = None
+        self.up = self.blocked = False
+        self.alone = False  # one message at a time, to find the one that is refused
+        self.why = self.cause = None  # why the connection ended; why this side ended it
+        self.heard = clock()  # when the broker has shown last that it confirms
+        self.rows = collections.deque()  # to publish
+        self.unconfirmed, self.returned = {}, {}  # delivery tag: row; id: why
+        self.tag = 0
+        threading.Thread(target=self.run, name=f"relay of {name}", daemon=True).start()
+
+    def parse(self, name, url):
+        """(exchange, routing key, pika's parameters); our words are taken out for it."""
+        query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+        exchange = query.pop("exchange", "")
+        key = query.pop("routing_key", "{fonte}.{caminho}" if exchange else "")
+        if not key or re.search("[{}]", re.sub(r"\{(fonte|caminho)\}", "", key)):
+            raise StartError(
+                f"{name}: routing_key takes text, {{fonte}}, {{caminho}}", 2
+            )
+        url = url._replace(query=urllib.parse.urlencode(query))
+        try:
+            return exchange, key, self.pika.URLParameters(url.geturl())
+        except (ValueError, TypeError) as error:
+            raise StartError(f"{name}: {error}", 2) from None
+
+    # Called by Delivery
+
+    def room(self, now):
+        if not self.up or self.blocked or (self.alone and self.flying):
+            return 0, 0
+        limit, size = super().room(now)
+        return min(limit, 1) if self.alone else limit, size
+
+    def start(self, rows):
+        with self.lock:
+            up = self.up
+            if up:
+                self.rows.extend(rows)
+                self.connection.ioloop.add_callback_threadsafe(self.publish)
+        if not up:
+            self.come_back(rows)
+
+    def check(self, now):
+        """A queue that has lost its leader may never confirm; a new channel may help."""
+        waits = self.up and not self.blocked and self.flying
+        if waits and now - self.heard >= self.timeout:
+            self.heard = now
+            with self.lock, contextlib.suppress(Exception):  # it may be closing already
+                self.connection.ioloop.add_callback_threadsafe(self.give_up)
+
+    def state(self):
+        return "bloqueado" if self.blocked else super().state()
+
+    def found_down(self, row, result):
+        return 0, True  # run() has told the breaker
+
+    def stop(self):
+        self.stopped.set()
+        with self.lock, contextlib.suppress(Exception):  # it may be closing by itself
+            self.connection.ioloop.add_callback_threadsafe(self.connection.close)
+
+    # Called by pika, or from run()
+
+    def run(self):
+        while not self.stopped.is_set():
+            self.why = self.cause = None
+            try:
+                self.connection = self.pika.SelectConnection(
+                    self.parameters, self.opened, self.ended, self.ended
+                )
+                self.connection.ioloop.start()
+            except Exception as error:  # a thread that ends would stop the relay
+                log.exception("the relay will connect again")
+                self.why = error
+            self.after_connection()
+            self.stopped.wait(max(0, self.breaker.until - self.clock()))
+
+    def opened(self, connection):
+        connection.add_on_connection_blocked_callback(self.block)
+        connection.add_on_connection_unblocked_callback(self.unblock)
+        connection.channel(on_open_callback=self.channel_opened)
+
+    def channel_opened(self, channel):
+        self.channel, self.tag = channel, 0
+        channel.add_on_close_callback(self.channel_closed)
+        channel.add_on_return_callback(self.came_back)
+        channel.confirm_delivery(self.confirmed, callback=self.ready)
+
+    def ready(self, _):
+        with self.lock:
+            self.up = self.hungry = True
+        self.wake()
+
+    def block(self, *_):
+        """The broker's memory or disk alarm: what is on its way waits."""
+        self.blocked = True
+        log.warning("%s takes no more for now", self.breaker.name)
+
+    def unblock(self, *_):
+        self.heard, self.blocked, self.hungry = self.clock(), False, True
+        self.wake()
+
+    def give_up(self):
+        if self.connection.is_open:
+            self.cause = TimeoutError(f"no confirm in {self.timeout} s")
+            self.connection.close()
+
+    def publish(self):
+        if not self.unconfirmed:
+            self.heard = self.clock()
+        while self.rows and self.channel.is_open:
+            row = self.rows.popleft()
+            self.tag += 1
+            self.unconfirmed[self.tag] = row
+            key = routing_key(self.routing_key, row)
+            what = self.pika.BasicProperties(**message_properties(row))
+            self.channel.basic_publish(
+                self.exchange, key, row["body"], what, mandatory=True
+            )
+
+    def came_back(self, channel, method, properties, body):
+        """Nothing takes it (it is confirmed besides, after this)."""
+        why = f"não roteada: {method.reply_code} {method.reply_text}"
+        self.returned[properties.headers["x-buffer-id"]] = why
+
+    def confirmed(self, frame):
+        self.heard = self.clock()
+        method, tags = frame.method, [frame.method.delivery_tag]
+        if method.multiple:
+            tags = [tag for tag in self.unconfirmed if tag <= method.delivery_tag]
+        for tag in tags:
+            row = self.unconfirmed.pop(tag)
+            why = self.returned.pop(row["id"], None)
+            if isinstance(method, self.pika.spec.Basic.Nack):
+                result = Result("nack", "recusada pelo broker (nack)")
+            else:
+                result = Result("devolvida", why) if why else Result("confirmada")
+            self.alone = False
+            self.finish(row, result)
+
+    def channel_closed(self, channel, error):
+        if isinstance(error, self.pika.exceptions.ChannelClosedByBroker):
+            self.cause = error
+            if self.connection.is_open:
+                self.connection.close()
+
+    def ended(self, connection, error):
+        self.why = error
+        connection.ioloop.stop()
+
+    def after_connection(self):
+        with self.lock:
+            self.up = self.blocked = False
+            published, waiting = list(self.unconfirmed.values()), list(self.rows)
+            self.unconfirmed.clear()
+            self.returned.clear()
+            self.rows.clear()
+        error = self.cause or self.why
+        if not self.stopped.is_set():
+            self.breaker.failed(repr(error))
+        code = getattr(self.cause, "reply_code", 0)  # of a channel closed by the broker
+        by_message = code and code not in self.MISCONFIGURED
+        if by_message and len(published) == 1:
+            self.finish(published.pop(), Result("recusada", f"recusada: {error!r}"))
+        self.alone = self.alone or bool(by_message)
+        self.come_back(published + waiting, repr(error))
+
+    def come_back(self, rows, why="sem conexão"):
+        for row in rows:
+            self.finish(row, Result("conexao", why, down=UNREACHABLE))
+
+
+def import_pika(name):
+    try:
+        import pika
+        import pika.exceptions
+    except ImportError:
+        hint = "pip install pika, or apt install python3-pika"
+        raise StartError(f"{name} needs pika for amqp. Try: {hint}") from None
+    return pika
+
+
+def routing_key(template, row):
+    """Words between dots, for topic exchanges; at most 255 bytes, as AMQP has it."""
+    key = template.replace("{fonte}", row["source"] or "webhook")
+    key = key.replace("{caminho}", (row["path"] or "").replace("/", "."))
+    return short(key.strip("."))
+
+
+def short(text):
+    return text.encode()[:255].decode(errors="ignore")
+
+
+def message_properties(row):
+    """Of a message in AMQP; its headers are the sender's, in lower case."""
+    headers = json.loads(row["headers"] or "{}")
+    message_id = row["event_id"] or str(row["id"])
+    if len(message_id.encode()) > 255:  # the most AMQP has room for
+        message_id = f"sha256:{hashlib.sha256(message_id.encode()).hexdigest()}"
+    kind = headers.pop("content-type", None)
+    when = datetime.datetime.fromisoformat(row["created_at"] + "+00:00")
+    headers = {name: value for name, value in headers.items() if len(name) <= 255}
+    return {
+        "message_id": message_id,
+        "timestamp": int(when.timestamp()),
+        "type": short(row["path"] or ""),
+        "content_type": kind and short(kind),
+        "app_id": short(socket.gethostname()),  # an id is unique on one machine
+        "delivery_mode": 2,
+        "headers": {
+            **headers,
+            "x-buffer-id": row["id"],
+            "x-buffer-fonte": row["source"] or "",
+            "x-buffer-tentativa": row["attempts"],
+        },
+    }
+
+
+SCHEMES = {"http": Push, "https": Push, "amqp": Relay, "amqps": Relay}
+
+
+class Delivery:
+    """Delivers messages by itself, to FORWARD_URL and FORWARD_<FONTE>.
+
+    All that concerns the store happens on the server's thread, in the transaction of
+    its rounds: what came back is settled and what comes next is claimed with the same
+    sync that webhooks wait for. The threads of a target only talk to the target. They
+    put their results into `results` and wake the loop.
+    """
+
+    def __init__(self, settings, store, clock=time.monotonic):
+        self.store, self.clock = store, clock
+        self.results = collections.deque()
+        self.loop_wake = lambda: None  # the server sets it
+        self.until = math.inf  # when there may be something to do though nothing came
+        self.closing = False
+        self._news = False  # the loop has been woken
+        self._done, self._failed = [], []  # ids, verdicts; until they are committed
+        self._changes = -1
+        places = [
+            (f"FORWARD_{name}", source.forward, name.lower().replace("_", "-"))
+            for name, source in settings.sources
+        ]
+        places.append(("FORWARD_URL", settings.forward_url, None))
+        self.targets = []
+        for name, address, source in places:
+            if address:
+                url = urllib.parse.urlsplit(address)
+                target = SCHEMES[url.scheme](name, url, source, settings, clock)
+                target.results, target.wake = self.results, self.wake
+                self.targets.append(target)
+        if places[-1][1]:
+            without = [target.source for target in self.targets[:-1]]
+            self.targets[-1].without = without
+
+    def wake(self):
+        """Called by any thread after it has put something into `results`."""
+        if not self._news:
+            self._news = True
+            self.loop_wake()
+
+    def due(self, look):
+        left = self._failed or self._done  # of a round that could not be committed
+        return look or self._news or left or self.clock() >= self.until
+
+    def busy(self):
+        return any(target.flying for target in self.targets) or self._done
+
+    def turn(self, look=False, quiet=True):
+        """Inside a transaction: settles what has come back, claims what can start.
+
+        Where the round is not quiet senders come first, and one message is enough.
+        """
+        self._news = False
+        now = self.clock()
+        if look or self.store.changes() != self._changes:
+            for target in self.targets:
+                target.hungry = True
+        self.settle()
+        for target in self.targets:
+            if look:
+                target.check(now)
+                self.store.estender(target.overdue(now), lease=target.lease)
+            self.claim(target, now, target.BITE if quiet else 1)
+        self._changes = self.store.changes()
+        self.until = min(target.next_claim(now) for target in self.targets)
+
+    def settle(self):
+        while self.results:
+            target, row, result = self.results.popleft()
+            delay, spared = target.land(row, result)
+            if result.reason is None:
+                self._done.append(row["id"])
+                continue
+            verdict = functools.partial(
+                self.store.devolver,
+                [row["id"]],
+                attempt=row["attempts"],
+                reason=result.reason,
+                delay=delay,
+                spared=spared,
+            )
+            self._failed.append(verdict)
+            target.hungry = True
+        for verdict in self._failed:
+            verdict()
+        if self._done:
+            self.store.processado(self._done)
+
+    def claim(self, target, now, most):
+        room, size = (0, 0) if self.closing else target.room(now)
+        if target.hungry and room > 0:
+            limit, where = min(room, most), {"source": target.source}
+            where["without"] = target.without
+            target.claimed = self.store.pegar(limit, target.lease, size, **where)
+            target.hungry = bool(target.claimed)
+            target.more = len(target.claimed) == limit < room
+
+    def committed(self):
+        """After the transaction: starts what it has claimed."""
+        self._done, self._failed = [], []
+        for target in self.targets:
+            rows, target.claimed = target.claimed, []
+            target.begin(rows)
+
+    def rolled_back(self):
+        """In place of committed(): what came back is settled again in the next turn."""
+        for target in self.targets:
+            target.claimed, target.hungry = [], True
+
+    def stop(self):
+        self.loop_wake = lambda: None
+        for target in self.targets:
+            target.stop()
+
+    def report(self):
+        return [target.report() for target in self.targets]
+
+
 # Housekeeping
 
 
@@ -2430,8 +3287,8 @@ class Rounds:
     something. Of those that wait for the same only the first is asked.
     """
 
-    def __init__(self, app, room):
-        self.app = app
+    def __init__(self, app, room, delivery=None):
+        self.app, self.delivery = app, delivery
         self.room = room  # for so many parked requests
         self.waiting = []  # channels with a request to answer in this round
         self.parked = {}  # what they wait for: deque of channels
@@ -2446,7 +3303,9 @@ class Rounds:
     def answer(self, look=False):
         """Answers what waits; with `look` also what a change of time has made due."""
         asked, self.waiting = [c for c in self.waiting if c.connected], []
-        if not asked and not (look and self.parked):
+        delivery = self.delivery
+        due = delivery and delivery.due(look)
+        if not asked and not due and not (look and self.parked):
             return
         woken = []
         for channel in asked:
@@ -2459,6 +3318,8 @@ class Rounds:
                         channel.reply.wait
                     ):  # at once, so that the next one sees the room
                         self.enter(channel)
+                if delivery:
+                    delivery.turn(look, quiet=not asked)
                 woken = self.wake([c for c in asked if c.wait_for], look)
         except sqlite3.Error as error:
             failure = self.app.failed(error)
@@ -2466,6 +3327,11 @@ class Rounds:
                 if not channel.reply or channel.reply.code not in DECIDED:
                     channel.reply = failure
                     self.leave(channel)
+            if delivery:
+                delivery.rolled_back()
+        else:
+            if delivery:
+                delivery.committed()
         for channel in dict.fromkeys(asked + woken):
             if channel.wait_for:
                 channel.park()
@@ -2572,10 +3438,11 @@ class Server:
 
     GRACE, QUIET = 10, 0.5  # seconds to finish, and for connections that stay silent
 
-    def __init__(self, settings, app, sockets, clock):
+    def __init__(self, settings, app, sockets, clock, delivery=None):
         self.timeout, self.app, self.clock = settings.request_timeout, app, clock
+        self.delivery = delivery
         limit = descriptor_limit()
-        self.rounds = Rounds(app, room=min(limit // 8, 2000))
+        self.rounds = Rounds(app, min(limit // 8, 2000), delivery)
         self.map = {}
         self.stopping = False
         self._checked = time.monotonic()
@@ -2604,6 +3471,8 @@ class Server:
             listener.handle_accept = functools.partial(accept_all, listener)
             listener.next_channel_cleanup = math.inf  # Channel.check() does it
             listener.pull_trigger = already_awake
+        if delivery:
+            delivery.loop_wake = self.listeners[0].trigger.pull_trigger
 
     def run(self):
         """Serves until SIGTERM or SIGINT, then finishes what has begun."""
@@ -2623,7 +3492,10 @@ class Server:
         self.listeners[0].trigger.pull_trigger()  # poll() goes on after a handler
 
     def round(self, timeout):
-        timeout = min(timeout, max(0, self.rounds.until - time.monotonic()))
+        until = self.rounds.until
+        if self.delivery:
+            until = min(until, self.delivery.until)
+        timeout = min(timeout, max(0, until - time.monotonic()))
         timeout = 0 if self.rounds.waiting else timeout
         # poll, since select() ends at descriptor 1024
         wasyncore.loop(timeout, use_poll=True, map=self.map, count=1)
@@ -2666,21 +3538,26 @@ class Server:
         """
         self.rounds.closing = True
         self.rounds.expire(math.inf)
+        if self.delivery:
+            self.delivery.closing, self.delivery.until = True, math.inf
         for listener in self.listeners:
             listener.handle_accept()
             listener.accepting = False
             listener.del_channel()
             listener.socket.close()
         began = time.monotonic()
-        while self.channels() and time.monotonic() - began < self.GRACE:
+        while self.busy() and time.monotonic() - began < self.GRACE:
             self.round(0.05)
             if time.monotonic() - began >= self.QUIET:
                 for channel in filter(Channel.idle, self.channels()):
                     channel.handle_close()
 
+    def busy(self):
+        return self.channels() or (self.delivery and self.delivery.busy())
+
 
 def already_awake():
-    """In place of waitress's pull_trigger(), which other threads would need."""
+    """In place of waitress's pull_trigger(), which its own threads would need."""
 
 
 def accept_all(listener):
@@ -2750,10 +3627,17 @@ def open_store(settings, clock):
     return Store(settings.db_path, clock, settings.max_attempts, settings.backoff)
 
 
+def open_delivery(settings, store):
+    """The Delivery, if there is anywhere to deliver to; its threads run at once."""
+    forwards = [settings.forward_url, *(s.forward for _, s in settings.sources)]
+    return Delivery(settings, store) if any(forwards) else None
+
+
 def start_log(settings):
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
     logging.getLogger("waitress").setLevel(logging.ERROR)
+    logging.getLogger("pika").setLevel(logging.CRITICAL)  # Relay says what is wrong
     for token in settings.token + (settings.webhook_token or ()):
         if len(token) < 16:
             log.warning("a token is shorter than 16 characters and can be guessed")
@@ -2808,7 +3692,8 @@ def main(argv=None):
         start_log(settings)
         clock = SteadyClock()
         store = open_store(settings, clock)
-        server = Server(settings, App(settings, store), listen(settings.addr), clock)
+        app, delivery = App(settings, store), open_delivery(settings, store)
+        server = Server(settings, app, listen(settings.addr), clock, delivery)
     except StartError as error:
         print(f"buffer.py: {error}", file=sys.stderr)
         return error.status
@@ -2817,6 +3702,8 @@ def main(argv=None):
     where = ", ".join(server.addresses())
     log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
     server.run()
+    if delivery:
+        delivery.stop()
     housekeeper.stop()
     store.close()
     log.info("stopped")

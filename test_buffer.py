@@ -38,6 +38,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import ssl
 import stat
 import statistics
 import struct
@@ -248,8 +249,13 @@ class Loop(Case):
 
     def open(self, **settings):
         super().open(**settings)
+        self.serve()
+
+    def serve(self, delivery=None):
         listening = [socket.create_server(("127.0.0.1", 0))]
-        self.server = buffer.Server(self.configured, self.app, listening, self.clock)
+        self.server = buffer.Server(
+            self.configured, self.app, listening, self.clock, delivery
+        )
         self.clock.step = lambda: 0
         self.where = listening[0].getsockname()
         self.addCleanup(self.close_server)
@@ -3085,6 +3091,1144 @@ class ClientAddressTest(unittest.TestCase):
         self.assertEqual("x" * 64, self.address(ours, "127.0.0.1", "x" * 999))
 
 
+# Delivery
+
+
+class Answers:
+    """A real HTTP target in a thread. It notes requests, and answers as it is told:
+
+    with the bytes of a whole answer, or whatever a function makes of the connection.
+    """
+
+    OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+    def __init__(self, *plan, default=OK, port=0, tls=None):
+        self.plan, self.default = list(plan), default
+        self.requests, self.busy, self.busiest, self.lines = [], 0, 0, 0
+        self.lock = threading.Lock()
+        self.listener = socket.create_server(("127.0.0.1", port), backlog=100)
+        self.port = self.listener.getsockname()[1]
+        if tls:
+            self.listener = tls.wrap_socket(self.listener, server_side=True)
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                try:
+                    line, _ = self.listener.accept()
+                except ssl.SSLError:  # a client that does not trust it
+                    continue
+                self.lines += 1
+                threading.Thread(target=self.serve, args=[line], daemon=True).start()
+
+    def serve(self, line):
+        with line, line.makefile("rb") as file, contextlib.suppress(OSError):
+            while self.request(line, file):
+                pass
+
+    def request(self, line, file):
+        start = file.readline().decode("latin-1").split()
+        if not start:
+            return False
+        headers = http.client.parse_headers(file)
+        body = file.read(int(headers["Content-Length"]))
+        request = *start[:2], headers, body
+        with self.lock:
+            self.requests.append(request)
+            self.busy += 1
+            self.busiest = max(self.busy, self.busiest)
+            answer = self.plan.pop(0) if self.plan else self.default
+        try:
+            return self.act(answer, line, request)
+        finally:
+            with self.lock:
+                self.busy -= 1
+
+    def act(self, answer, line, request):
+        """Answers; whether the connection stays."""
+        if callable(answer):
+            return answer(line)
+        line.sendall(answer)
+        return b"close" not in answer
+
+    def close(self):
+        self.listener.close()
+
+    def bodies(self):
+        return [body for *_, body in self.requests]
+
+
+def respond(status, body=b"", *headers):
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
+
+
+def reset(line):
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    line.close()
+
+
+def unused_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+class DeliveryCase(Case):
+    """Delivery to real targets, its rounds turned by the test, its clock moved by it."""
+
+    def open(self, **settings):
+        super().open(**settings)
+        self.steady = Clock(0)
+        self.news = threading.Event()
+        self.delivery = buffer.Delivery(self.configured, self.store, self.steady)
+        self.delivery.loop_wake = self.news.set
+        self.addCleanup(self.delivery.stop)
+
+    def answers(self, *plan, **options):
+        target = Answers(*plan, **options)
+        self.addCleanup(target.close)
+        return target
+
+    def turn(self):
+        with self.store.transaction():
+            self.delivery.turn(look=True)
+        self.delivery.committed()
+
+    def flow(self):
+        """Turns until nothing more can be delivered now."""
+        self.turn()
+        while any(target.flying for target in self.delivery.targets):
+            self.assertTrue(self.news.wait(20), "nothing comes back")
+            self.news.clear()
+            self.turn()
+
+    def after(self, seconds):
+        self.clock.now += seconds
+        self.steady.now += seconds
+        self.flow()
+
+    def look(self, id_=1):
+        return json.loads(self.call("GET", f"/fila/{id_}")[1])
+
+    def statuses(self):
+        return [row["status"] for row in self.rows()]
+
+
+class PushTest(DeliveryCase):
+    def deliver_one(
+        self, body=b"{}", url="/webhook", forward="", settings=(), **environ
+    ):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url + forward, **dict(settings))
+        self.send(body, url, **environ)
+        self.flow()
+        self.assertEqual(["processado"], self.statuses())
+        [request] = target.requests
+        return request
+
+    def test_a_message_arrives_as_it_came(self):
+        method, path, headers, body = self.deliver_one(
+            b'{"v":1.10}',
+            "/webhook?origem=a%26b&x=1&x=2",
+            forward="/webhook/xyz?k=v",
+            CONTENT_TYPE="application/json",
+            HTTP_X_EVENT="pedido",
+            HTTP_USER_AGENT="Evolution",
+        )
+        self.assertEqual(("POST", b'{"v":1.10}'), (method, body))
+        self.assertEqual("/webhook/xyz?k=v&origem=a%26b&x=1&x=2", path)
+        self.assertEqual("application/json", headers["Content-Type"])
+        self.assertEqual(
+            ("pedido", "Evolution"), (headers["X-Event"], headers["User-Agent"])
+        )
+        self.assertEqual("1", headers["X-Buffer-Id"])
+        self.assertEqual("1", headers["X-Buffer-Tentativa"])
+        self.assertEqual("1", headers["Idempotency-Key"])
+
+    def test_what_is_not_the_senders_to_say_is_left_out(self):
+        *_, headers, _ = self.deliver_one(
+            HTTP_HOST="buffer.example",
+            HTTP_COOKIE="c",
+            HTTP_CONNECTION="keep-alive",
+            HTTP_ACCEPT_ENCODING="br",
+            HTTP_X_BUFFER_ID="9",
+            HTTP_IDEMPOTENCY_KEY="forged",
+        )
+        self.assertTrue(headers["Host"].startswith("127.0.0.1:"))
+        for name in ("Cookie", "Connection", "Accept-Encoding", "X-Token"):
+            self.assertNotIn(name, headers)
+        self.assertEqual(["1"], headers.get_all("X-Buffer-Id"))
+        self.assertEqual(["1"], headers.get_all("Idempotency-Key"))
+
+    def test_bytes_are_bytes(self):
+        *_, body = self.deliver_one(bytes(range(256)))
+        self.assertEqual(bytes(range(256)), body)
+
+    def test_the_path_below_webhook_is_appended(self):
+        for path, forward, expected in (
+            ("/messages-upsert", "/hook", "/hook/messages-upsert"),
+            ("/a/b", "/hook/", "/hook/a/b"),
+            ("/caf%C3%A9 x", "", "/caf%C3%A9%20x"),
+            ("/../../rest/%2e%2e/users", "/hook", "/hook/rest/users"),
+            ("/a%3Fb%23c", "/hook", "/hook/a%3Fb%23c"),
+        ):
+            with self.subTest(path):
+                self.setUp()
+                url = "/webhook" + urllib.parse.unquote(path).replace("?", "\0")
+                environ = {
+                    "PATH_INFO": url.replace("\0", "?").encode().decode("latin-1")
+                }
+                self.assertEqual(
+                    expected, self.deliver_one(b"x", "/", forward, **environ)[1]
+                )
+
+    def test_headers_and_credentials_for_the_target(self):
+        header = {"FORWARD_HEADER_X_API_KEY": "k", "FORWARD_HEADER_X_EVENT": "ours"}
+        *_, headers, _ = self.deliver_one(settings=header, HTTP_X_EVENT="theirs")
+        self.assertEqual("k", headers["X-Api-Key"])
+        self.assertEqual(["ours"], headers.get_all("X-Event"))
+
+    def test_a_password_in_the_url_is_sent_as_basic(self):
+        target = self.answers()
+        url = target.url.replace("://", "://user:p%40ss@")
+        self.open(FORWARD_URL=url)
+        self.send()
+        self.flow()
+        headers = target.requests[0][2]
+        self.assertEqual(b"user:p@ss", base64.b64decode(headers["Authorization"][6:]))
+        self.assertNotIn("@", headers["Host"])
+        self.assertNotIn("p%40ss", repr(self.configured))
+
+    def test_the_idempotency_key_is_the_event(self):
+        target = self.answers()
+        self.open(
+            FORWARD_URL=target.url,
+            SECRET_LOJA="s",
+            SIGN_LOJA="X-T - $.id",
+            DEDUPE="$.id",
+        )
+        self.send(b'{"id":"evt_1"}', "/webhook/loja", HTTP_X_T="s")
+        self.send('{"id":"é\\n 7"}'.encode())
+        self.send(b'{"id":3}')
+        self.flow()
+        keys = [headers["Idempotency-Key"] for _, _, headers, _ in target.requests]
+        self.assertEqual(["loja:evt_1", ":%C3%A9%0A%207", ":3"], keys)
+
+    def test_a_connection_is_used_again(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url)
+        for _ in range(5):
+            self.send()
+        self.flow()
+        self.assertEqual((5, 1), (len(target.requests), target.lines))
+
+    def test_a_connection_that_the_target_has_closed_is_no_failure(self):
+        gone = Answers.OK.replace(b"\r\n\r\n", b"\r\nX: 1\r\n\r\n")
+
+        def close(line):
+            line.sendall(gone)
+            return False
+
+        target = self.answers(close, close)
+        self.open(FORWARD_URL=target.url)
+        for _ in range(3):
+            self.send()
+        self.flow()
+        self.assertEqual(["processado"] * 3, self.statuses())
+        self.assertEqual([1, 1, 1], [row["attempts"] for row in self.rows()])
+
+    def test_order_and_never_two_at_once(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url)
+        for number in range(20):
+            self.send(b"%d" % number)
+        self.flow()
+        self.assertEqual([b"%d" % n for n in range(20)], target.bodies())
+        self.assertEqual(1, target.busiest)
+
+    def test_concurrency_is_a_bound(self):
+        barrier = threading.Barrier(4, timeout=20)
+
+        def together(line):
+            barrier.wait()
+            line.sendall(Answers.OK)
+            return True
+
+        target = self.answers(default=together)
+        self.open(FORWARD_URL=target.url, FORWARD_CONCURRENCY="4")
+        for _ in range(12):
+            self.send()
+        self.flow()
+        self.assertEqual(["processado"] * 12, self.statuses())
+        self.assertEqual(4, target.busiest)
+
+    def test_a_rate_bounds_how_many_start(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url, FORWARD_RATE="2", FORWARD_CONCURRENCY="8")
+        for _ in range(10):
+            self.send()
+        self.flow()
+        begun = [len(target.requests)]
+        for _ in range(8):
+            self.after(0.25)
+            begun.append(len(target.requests))
+        self.assertEqual([1, 1, 2, 2, 3, 3, 4, 4, 5], begun)
+        self.assertEqual(2.5, self.delivery.until)
+
+    def test_a_source_can_go_somewhere_else(self):
+        theirs, others = self.answers(), self.answers()
+        self.open(
+            FORWARD_URL=others.url,
+            FORWARD_LOJA=theirs.url,
+            SECRET_LOJA="s",
+            SIGN_LOJA="X-T - -",
+            SECRET_OUTRA="s",
+            SIGN_OUTRA="X-T - -",
+        )
+        for name in ("loja/a", "outra/b", "c"):
+            self.send(name.encode(), f"/webhook/{name}", HTTP_X_T="s")
+        self.flow()
+        self.assertEqual([b"loja/a"], theirs.bodies())
+        self.assertEqual([b"outra/b", b"c"], others.bodies())
+        self.assertEqual("/a", theirs.requests[0][1])
+
+    def test_with_a_place_for_one_source_only_the_others_wait(self):
+        target = self.answers()
+        self.open(FORWARD_LOJA=target.url, SECRET_LOJA="s", SIGN_LOJA="X-T - -")
+        self.send(b"1")
+        self.send(b"2", "/webhook/loja", HTTP_X_T="s")
+        self.flow()
+        self.assertEqual(["pendente", "processado"], self.statuses())
+        self.assertEqual([1], [item["id"] for item in self.claim()])
+
+    def test_consumers_can_claim_beside_it(self):
+        target = self.answers(lambda line: release.wait(20) and False)
+        release = threading.Event()
+        self.addCleanup(release.set)
+        self.open(FORWARD_URL=target.url)
+        self.send(b"1")
+        self.send(b"2")
+        self.turn()
+        self.assertEqual([2], [item["id"] for item in self.claim()])
+
+    def test_leaving_out_sources_uses_the_index_alone(self):
+        plan = self.rows(
+            f"EXPLAIN QUERY PLAN {buffer.DUE_WITHOUT}".replace(":most", "10")
+            .replace(":limit", "1")
+            .replace(":without", "'[]'")
+        )
+        self.assertIn(
+            "USING COVERING INDEX fila_queue", " ".join(row["detail"] for row in plan)
+        )
+
+
+class TlsTest(DeliveryCase):
+    def test_a_certificate_is_verified(self):
+        if not shutil.which("openssl"):
+            self.skipTest("openssl is not installed")
+        key, certificate = self.folder / "key.pem", self.folder / "certificate.pem"
+        subprocess.run(
+            "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
+            f"-addext subjectAltName=DNS:localhost -keyout {key} -out {certificate}",
+            shell=True,
+            check=True,
+            capture_output=True,
+        )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        target = self.answers(tls=context)
+        self.open(
+            FORWARD_URL=target.url.replace("http://127.0.0.1", "https://localhost")
+        )
+        self.send(b"1")
+        self.flow()
+        self.assertIn("certificate verify failed", self.look()["motivo"])
+        self.assertEqual([], target.requests)
+        with mock.patch.dict(os.environ, {"SSL_CERT_FILE": str(certificate)}):
+            self.after(2)
+        self.assertEqual(["processado"], self.statuses())
+
+
+class FailedPushTest(DeliveryCase):
+    """What is not 2xx comes back, and says why."""
+
+    def fail(self, *plan, **settings):
+        """Delivers one message; it as it stands in the queue then."""
+        target = self.answers(*plan)
+        self.open(FORWARD_URL=target.url, **settings)
+        self.send()
+        self.flow()
+        self.target = target
+        return self.look()
+
+    def test_by_its_status(self):
+        for status, body, reason in (
+            ("500 Internal Server Error", b"boom", "500 Internal Server Error: boom"),
+            (
+                "404 Not Found",
+                b'{"message":"not active"}',
+                '404 Not Found: {"message":"not active"}',
+            ),
+            ("400", b"", "400"),
+            ("429 Slow", b"", "429 Slow"),
+            ("500 E", b"x" * 9999, "500 E: " + "x" * 500),
+            ("500 E", b"\xff\0", "500 E: \ufffd\0"),
+        ):
+            with self.subTest(status):
+                self.setUp()
+                item = self.fail(respond(status, body))
+                self.assertEqual(("pendente", reason), (item["status"], item["motivo"]))
+                self.assertIn("disponivel_em", item)
+                self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
+
+    def test_redirects_are_not_followed(self):
+        other = self.answers()
+        item = self.fail(respond("301 Moved", b"", f"Location: {other.url}"))
+        self.assertIn(f"301 Moved para {other.url}", item["motivo"])
+        self.assertEqual([], other.requests)
+
+    def test_by_a_broken_answer(self):
+        for name, answer in {
+            "reset": reset,
+            "closed": lambda line: False,
+            "garbage": b"\0\1\2 garbage, close\r\n\r\n",
+            "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n",
+            "a header that breaks off": b"HTTP/1.1 200 OK\r\nConnection: close",
+            "a body that breaks off": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\nabc",
+        }.items():
+            with self.subTest(name):
+                self.setUp()
+                item = self.fail(answer)
+                self.assertEqual("pendente", item["status"])
+                self.assertIn("interrompida", item["motivo"])
+                self.after(120)
+                self.assertEqual(["processado"], self.statuses())
+
+    def test_in_time_or_not_at_all(self):
+        released = threading.Event()
+        self.addCleanup(released.set)
+        item = self.fail(lambda line: released.wait(20) and False, FORWARD_TIMEOUT="1")
+        self.assertEqual("sem resposta em 1 s", item["motivo"])
+
+    def test_an_answer_that_trickles_has_the_same_deadline(self):
+        cut = threading.Event()
+
+        def trickle(line):
+            line.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            self.steady.now += 61
+            with contextlib.suppress(OSError):
+                while line.send(b"x"):
+                    cut.wait(0.01)
+            return False
+
+        target = self.answers(trickle)
+        self.open(FORWARD_URL=target.url)
+        self.send()
+        self.turn()
+        deadline = time.monotonic() + 20
+        while not self.news.wait(0.02):
+            self.assertLess(time.monotonic(), deadline)
+            self.turn()
+        self.turn()
+        self.assertEqual("sem resposta em 60 s", self.look()["motivo"])
+
+    def test_a_long_answer_is_not_read_to_its_end(self):
+        def pour(line):
+            line.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    line.sendall(bytes(1 << 20))
+            return False
+
+        self.assertEqual("processado", self.fail(pour)["status"])
+
+    def test_it_waits_for_its_backoff_and_others_go_on(self):
+        target = self.answers(respond("500 E"))
+        self.open(FORWARD_URL=target.url, BACKOFF="100")
+        self.send(b"1")
+        self.send(b"2")
+        self.flow()
+        self.assertEqual(["pendente", "processado"], self.statuses())
+        self.after(79)
+        self.assertEqual([b"1", b"2"], target.bodies())
+        self.after(43)
+        self.assertEqual([b"1", b"2", b"1"], target.bodies())
+        self.assertEqual("2", target.requests[-1][2]["X-Buffer-Tentativa"])
+
+    def test_retry_after_is_obeyed(self):
+        self.fail(respond("429 Slow", b"", "Retry-After: 300"))
+        self.after(299)
+        self.assertEqual(1, len(self.target.requests))
+        self.after(2)
+        self.assertEqual(["processado"], self.statuses())
+
+    def test_retry_after_in_its_forms(self):
+        now = 1_800_000_000
+        date = "Fri, 15 Jan 2027 08:02:00 GMT"
+        for text, expected in (
+            ("0", 0),
+            (" 120 ", 120),
+            ("999999999999", 3600),
+            (date, 120),
+            ("Fri, 15 Jan 2021 08:02:00 GMT", 0),
+            ("Fri, 15 Jan 2099 08:02:00 GMT", 3600),
+            ("soon", None),
+            ("-1", None),
+            ("٣", None),
+            (None, None),
+        ):
+            with self.subTest(text):
+                self.assertEqual(expected, buffer.retry_after(text, lambda: now))
+
+    def test_when_attempts_are_used_up_it_is_erro_with_the_last_answer(self):
+        target = self.answers(default=respond("500 E", b"boom"))
+        self.open(FORWARD_URL=target.url, MAX_ATTEMPTS="3")
+        self.send()
+        self.flow()
+        for _ in range(3):
+            self.after(3700)
+        item = self.look()
+        self.assertEqual(
+            ("erro", "500 E: boom", 3),
+            (item["status"], item["motivo"], item["tentativa"]),
+        )
+        self.assertEqual(3, len(target.requests))
+
+    def test_a_lost_commit_is_settled_again(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url)
+        self.send()
+        self.turn()
+        self.news.wait(20)
+        whole = self.store._db
+        self.store._db = Faulty(whole, "COMMIT")
+        with self.assertRaises(sqlite3.Error):
+            self.turn()
+        self.delivery.rolled_back()
+        self.store._db = whole
+        self.assertTrue(self.delivery.due(False))
+        self.flow()
+        self.assertEqual(["processado"], self.statuses())
+        self.assertEqual(1, len(target.requests))
+
+
+class BreakerTest(DeliveryCase):
+    """A target that is down as a whole costs nobody an attempt."""
+
+    def attempts(self):
+        return [row["attempts"] for row in self.rows()]
+
+    def test_refused_connections(self):
+        port = unused_port()
+        self.open(FORWARD_URL=f"http://127.0.0.1:{port}", FORWARD_CONCURRENCY="3")
+        for number in range(10):
+            self.send(b"%d" % number)
+        self.flow()
+        for _ in range(100):
+            self.after(31)
+        self.assertEqual(["pendente"] * 10, self.statuses())
+        self.assertEqual([0] * 10, self.attempts())
+        self.assertIn("Connection refused", self.look(1)["motivo"])
+        self.assertNotIn("motivo", self.look(10))
+        [state] = self.delivery.report()
+        self.assertEqual("parado", state["estado"])
+        self.assertEqual({"conexao": 103}, state["tentativas"])
+        target = self.answers(port=port)
+        self.after(31)
+        self.assertEqual(["processado"] * 10, self.statuses())
+        self.assertEqual([b"%d" % n for n in range(10)], sorted(target.bodies()))
+        self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
+        self.assertIn("is down", self.logged())
+        self.assertIn("is back after 3131 seconds", self.logged())
+
+    def test_the_order_is_kept(self):
+        port = unused_port()
+        self.open(FORWARD_URL=f"http://127.0.0.1:{port}")
+        for number in range(5):
+            self.send(b"%d" % number)
+        self.flow()
+        self.after(31)
+        target = self.answers(port=port)
+        self.after(31)
+        self.assertEqual([b"%d" % n for n in range(5)], target.bodies())
+
+    def test_an_unknown_name(self):
+        self.open(FORWARD_URL="http://nobody.invalid/x")
+        self.send()
+        self.flow()
+        self.assertEqual([0], self.attempts())
+        self.assertEqual("parado", self.delivery.report()[0]["estado"])
+
+    def test_tries_grow_apart_up_to_half_a_minute(self):
+        self.open(FORWARD_URL=f"http://127.0.0.1:{unused_port()}")
+        self.send()
+        self.flow()
+        waits = []
+        for _ in range(8):
+            waits.append(self.delivery.until - self.steady.now)
+            self.after(waits[-1])
+        self.assertEqual([1, 2, 4, 8, 16, 30, 30, 30], waits)
+
+    def test_a_gateway_without_its_target(self):
+        for status in ("502 Bad", "503 Unavailable", "504 Timeout"):
+            with self.subTest(status):
+                self.setUp()
+                target = self.answers(*[respond(status)] * 4)
+                self.open(FORWARD_URL=target.url)
+                for number in range(5):
+                    self.send(b"%d" % number)
+                self.flow()
+                for _ in range(4):
+                    self.after(31)
+                self.assertEqual([b"0"] * 5 + [b"1", b"2", b"3", b"4"], target.bodies())
+                self.assertEqual([2, 1, 1, 1, 1], self.attempts())
+
+    def test_retry_after_is_for_the_next_try(self):
+        target = self.answers(respond("503 Down", b"", "Retry-After: 100"))
+        self.open(FORWARD_URL=target.url)
+        self.send()
+        self.flow()
+        self.assertEqual(100, self.delivery.until)
+        self.after(99)
+        self.assertEqual(1, len(target.requests))
+        self.after(2)
+        self.assertEqual(["processado"], self.statuses())
+
+    def test_a_message_that_brings_it_down_steps_aside_and_ends_in_erro(self):
+        def by_body(line):
+            poison = target.requests[-1][3] == b"poison"
+            line.sendall(respond("504 Timeout") if poison else Answers.OK)
+            return True
+
+        target = self.answers(default=by_body)
+        self.open(FORWARD_URL=target.url, MAX_ATTEMPTS="3")
+        self.send(b"poison")
+        for _ in range(5):
+            self.send(b"good")
+        self.flow()
+        for _ in range(7):
+            self.after(31)
+        self.assertEqual(["pendente", *["processado"] * 5], self.statuses())
+        for _ in range(40):
+            self.send(b"good")
+            self.after(31)
+        self.assertEqual("erro", self.look()["status"])
+        self.assertEqual("504 Timeout", self.look()["motivo"])
+        self.assertEqual({"processado"}, set(self.statuses()[1:]))
+
+    def test_any_other_answer_shows_that_it_is_up(self):
+        target = self.answers(respond("502 Bad"), respond("404 Not Found"))
+        self.open(FORWARD_URL=target.url)
+        self.send()
+        self.flow()
+        self.assertEqual("parado", self.delivery.report()[0]["estado"])
+        self.after(2)
+        self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
+        self.assertEqual([2], self.attempts())
+
+
+class DeliverySettingsTest(SettingsTest):
+    def test_defaults(self):
+        settings = self.read()
+        found = settings.forward_url, settings.forward_concurrency
+        self.assertEqual(
+            (None, 1, 60, 0), (*found, settings.forward_timeout, settings.forward_rate)
+        )
+        self.assertEqual((), settings.forward_header)
+        self.assertIsNone(self.read(FORWARD_URL="").forward_url)
+
+    def test_what_is_no_target(self):
+        for url in (
+            "n8n:5678/x",
+            "ftp://n8n/x",
+            "http://",
+            "http://n8n:0/",
+            "http://n8n:x/",
+            "http://n8n/a b",
+            "http://n8n/#x",
+            "http://:80/",
+        ):
+            with self.subTest(url):
+                line = self.refused(FORWARD_URL=url)
+                self.assertIn("FORWARD_URL='***': it takes http://host/path", line)
+
+    def test_headers(self):
+        read = self.read(
+            FORWARD_HEADER_X_API_KEY="hidden", FORWARD_HEADER_AUTHORIZATION="Bearer x"
+        )
+        self.assertEqual(
+            (("AUTHORIZATION", "Bearer x"), ("X-API-KEY", "hidden")),
+            read.forward_header,
+        )
+        self.assertNotIn("hidden", repr(read))
+        line = self.refused(FORWARD_HEADER_X="hidden\nX: y")
+        self.assertIn("FORWARD_HEADER_X='***': it takes the value of a header", line)
+
+    def test_a_source_of_its_own_is_one_that_signs(self):
+        self.assertIn("SECRET_LOJA", self.refused(FORWARD_LOJA="http://x/"))
+
+    def test_amqp_without_pika(self):
+        settings = self.read(FORWARD_URL="amqp://x/?routing_key=q")
+        without = mock.patch.dict(sys.modules, {"pika": None})
+        with without, self.assertRaises(buffer.StartError) as caught:
+            buffer.Delivery(settings, None)
+        self.assertIn(
+            "pip install pika, or apt install python3-pika", str(caught.exception)
+        )
+
+
+class DeliveryLoopTest(Loop):
+    """In the server's rounds."""
+
+    def open(self, **settings):
+        Case.open(self, **settings)
+        self.delivery = buffer.Delivery(self.configured, self.store)
+        self.serve(self.delivery)
+        self.addCleanup(self.delivery.stop)
+
+    def target(self, *plan, **options):
+        target = Answers(*plan, **options)
+        self.addCleanup(target.close)
+        self.open(FORWARD_URL=target.url)
+        return target
+
+    def until(self, condition):
+        end = time.monotonic() + 20
+        while not condition():
+            self.assertLess(time.monotonic(), end)
+            self.turn()
+
+    def test_a_message_is_claimed_in_the_round_in_which_it_arrives(self):
+        target = self.target()
+        commits = []
+        self.store._db.set_trace_callback(
+            lambda sql: commits.append(sql) if sql == "COMMIT" else None
+        )
+        client = self.client(http_post(b"1"))
+        self.until(lambda: self.delivery.busy())
+        self.assertEqual(1, len(commits))
+        self.assertIn(b"200 OK", self.heard(client))
+        self.until(lambda: not self.delivery.busy())
+        self.assertEqual(([b"1"], 2), (target.bodies(), len(commits)))
+
+    def test_senders_come_first(self):
+        target = Answers()
+        self.addCleanup(target.close)
+        self.open(FORWARD_URL=target.url, FORWARD_CONCURRENCY="50")
+        for _ in range(50):
+            self.store.webhook(b"{}")
+        clients = [self.client(http_post()) for _ in range(5)]
+        self.until(lambda: any(map(self.heard, clients)))
+        self.assertEqual(1, len(self.delivery.targets[0].flying))
+        self.turn()
+        self.assertLess(40, len(target.requests) + len(self.delivery.targets[0].flying))
+
+    def test_nothing_is_started_whose_claim_was_not_committed(self):
+        target = self.target()
+        whole = self.store._db
+        self.store._db = Faulty(whole, "COMMIT")
+        client = self.client(http_post(b"1"))
+        self.turn(3)
+        self.assertIn(b"503", self.heard(client))
+        self.store._db = whole
+        self.assertFalse(self.delivery.busy())
+        self.turn(3)
+        self.assertEqual([], target.bodies())
+
+    def test_when_nothing_is_to_be_done_the_loop_rests(self):
+        self.target()
+        self.turn(3)
+        statements = []
+        self.store._db.set_trace_callback(statements.append)
+        for _ in range(5):
+            self.server.round(0)
+        self.assertEqual([], statements)
+
+    def test_stopping_finishes_what_is_in_hand_and_claims_nothing_more(self):
+        begun, release = threading.Event(), threading.Event()
+
+        def slow(line):
+            begun.set()
+            release.wait(20)
+            line.sendall(Answers.OK)
+            return True
+
+        target = self.target(slow)
+        self.client(http_post(b"1"))
+        self.client(http_post(b"2"))
+        self.until(begun.is_set)
+        threading.Timer(0.2, release.set).start()
+        self.server.drain()
+        statuses = [row["status"] for row in self.rows()]
+        self.assertEqual(
+            (["processado", "pendente"], [b"1"]), (statuses, target.bodies())
+        )
+
+    def test_stopping_waits_only_so_long_and_keeps_the_lease(self):
+        begun, release = threading.Event(), threading.Event()
+        self.addCleanup(release.set)
+        self.target(lambda line: begun.set() or release.wait(20) and False)
+        self.client(http_post(b"1"))
+        self.until(begun.is_set)
+        self.server.GRACE = 0.2
+        self.server.drain()
+        [row] = self.rows()
+        self.assertEqual("processando", row["status"])
+        self.assertGreater(row["lease_until"], buffer.utc(self.clock.now + 60))
+
+
+class Broker:
+    """A RabbitMQ of its own, on free ports, in a folder that goes away with it."""
+
+    SERVER = "/usr/lib/rabbitmq/bin/rabbitmq-server"  # Debian's, past its wrapper
+    CONF = "max_message_size = 1000000\n"
+
+    def __init__(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp())
+        port, dist, epmd = unused_port(), unused_port(), unused_port()
+        (self.folder / "rabbitmq.conf").write_text(self.CONF)
+        self.user = {"user": "rabbitmq", "group": "rabbitmq"} if not os.getuid() else {}
+        if self.user:
+            shutil.chown(self.folder, **self.user)
+        facts = {
+            "NODENAME": f"buffer{port}@localhost",
+            "NODE_IP_ADDRESS": "127.0.0.1",
+            "NODE_PORT": port,
+            "DIST_PORT": dist,
+            "CONFIG_FILE": self.folder / "rabbitmq.conf",
+            "MNESIA_BASE": self.folder / "mnesia",
+            "LOG_BASE": self.folder / "log",
+            "LOGS": "-",
+            "FEATURE_FLAGS_FILE": self.folder / "flags",
+            "PID_FILE": self.folder / "pid",
+        }
+        self.env = {f"RABBITMQ_{name}": str(value) for name, value in facts.items()}
+        self.env.update(os.environ, HOME=str(self.folder), ERL_EPMD_PORT=str(epmd))
+        self.url = f"amqp://guest:guest@127.0.0.1:{port}/"
+        self.pika = importlib.import_module("pika")
+        self.start()
+
+    def run(self, *command):
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(
+            command,
+            env=self.env,
+            cwd=self.folder,
+            start_new_session=True,
+            **self.user,
+            **options,
+        )
+
+    def start(self):
+        self.process = self.run(self.SERVER)
+        end = time.monotonic() + 60
+        while True:
+            try:
+                return self.channel().connection.close()
+            except self.pika.exceptions.AMQPError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    def stop(self, number=signal.SIGTERM):
+        os.killpg(self.process.pid, number)
+        self.process.wait(60)
+
+    def close(self):
+        self.stop(signal.SIGKILL)
+        self.run("epmd", "-kill").wait(20)
+        shutil.rmtree(self.folder)
+
+    def control(self, *words):
+        assert self.run("/usr/lib/rabbitmq/bin/rabbitmqctl", *words).wait(60) == 0
+
+    def channel(self):
+        return self.pika.BlockingConnection(self.pika.URLParameters(self.url)).channel()
+
+
+class BrokerCase(DeliveryCase):
+    """With a real RabbitMQ and pika, where both are installed."""
+
+    @classmethod
+    def setUpClass(cls):
+        library(cls, "pika")
+        if not os.path.exists(Broker.SERVER):
+            raise unittest.SkipTest("there is no RabbitMQ")
+        cls.broker = Broker()
+        cls.addClassCleanup(cls.broker.close)
+        cls.channel = cls.broker.channel()
+
+    def queue(self, name, **arguments):
+        arguments = {key.replace("_", "-"): value for key, value in arguments.items()}
+        self.channel.queue_declare(name, durable=True, arguments=arguments)
+        return name
+
+    def relay(self, query, **settings):
+        self.open(FORWARD_URL=f"{self.broker.url}?{query}", **settings)
+        self.target = self.delivery.targets[0]
+
+    def flow(self):
+        """Turns until nothing is on its way while there is a connection."""
+        self.until(lambda: self.target.up and not self.target.flying)
+
+    def until(self, condition):
+        end = time.monotonic() + 30
+        while True:
+            self.turn()
+            if condition():
+                return
+            self.assertLess(time.monotonic(), end)
+            self.news.wait(0.05)
+            self.news.clear()
+
+    def got(self, name):
+        """The messages in a queue, as (properties, body)."""
+        found = []
+        while True:
+            method, properties, body = self.channel.basic_get(name, auto_ack=True)
+            if method is None:
+                return found
+            found.append((method.routing_key, properties, body))
+
+
+class RelayTest(BrokerCase):
+    def test_a_message_is_confirmed_and_as_it_came(self):
+        self.channel.exchange_declare("webhooks", "topic", durable=True)
+        name = self.queue("all", x_queue_type="quorum")
+        self.channel.queue_bind(name, "webhooks", "#")
+        self.relay(
+            "exchange=webhooks&routing_key={fonte}.{caminho}",
+            SECRET_LOJA="s",
+            SIGN_LOJA="X-T - $.id",
+        )
+        body, event = b'{"id":"evt_1","v":1.10}', "e" * 300
+        self.send(
+            body,
+            "/webhook/loja/a/b?x=1",
+            HTTP_X_T="s",
+            CONTENT_TYPE="text/x",
+            HTTP_X_EVENT="p",
+        )
+        self.send(b"\xff\0", "/webhook")
+        self.send(b'{"id":"%s"}' % event.encode(), "/webhook/loja", HTTP_X_T="s")
+        self.flow()
+        self.assertEqual(["processado"] * 3, self.statuses())
+        first, second, third = self.got(name)
+        self.assertEqual(("loja.a.b", body), (first[0], first[2]))
+        what = first[1]
+        self.assertEqual(("evt_1", "a/b"), (what.message_id, what.type))
+        self.assertEqual((self.clock.now, 2), (what.timestamp, what.delivery_mode))
+        self.assertEqual("text/x", what.content_type)
+        self.assertEqual("p", what.headers["x-event"])
+        self.assertEqual(1, what.headers["x-buffer-id"])
+        self.assertNotIn("x-token", what.headers)
+        self.assertEqual(("webhook", b"\xff\0"), (second[0], second[2]))
+        self.assertEqual("2", second[1].message_id)
+        self.assertEqual("loja", third[0])
+        digest = hashlib.sha256(event.encode()).hexdigest()
+        self.assertEqual(f"sha256:{digest}", third[1].message_id)
+
+    def test_many_are_on_their_way_at_once(self):
+        name = self.queue("many", x_queue_type="quorum")
+        self.relay(f"routing_key={name}")
+        for number in range(1500):
+            self.send(b"%d" % number)
+        self.until(lambda: self.target.up)
+        self.turn()
+        self.assertLess(1, len(self.target.flying))
+        self.flow()
+        self.assertEqual({"processado"}, set(self.statuses()))
+        self.assertEqual(
+            [b"%d" % n for n in range(1500)], [m[2] for m in self.got(name)]
+        )
+
+    def test_what_no_queue_takes_ends_in_erro_with_its_reason(self):
+        self.relay("routing_key=nowhere", MAX_ATTEMPTS="2")
+        self.send()
+        self.flow()
+        self.assertEqual("pendente", self.look()["status"])
+        self.clock.now += 3700
+        self.until(lambda: self.look()["status"] == "erro")
+        self.assertEqual("não roteada: 312 NO_ROUTE", self.look()["motivo"])
+
+    def test_what_the_broker_will_not_take_comes_back(self):
+        name = self.queue("full", x_max_length=1, x_overflow="reject-publish")
+        self.relay(f"routing_key={name}")
+        self.send(b"1")
+        self.flow()
+        self.send(b"2")
+        self.flow()
+        item = self.look(2)
+        self.assertEqual(
+            ("pendente", "recusada pelo broker (nack)"),
+            (item["status"], item["motivo"]),
+        )
+
+    def test_without_its_exchange_all_wait_and_keep_their_attempts(self):
+        self.relay("exchange=later&routing_key=x")
+        for _ in range(3):
+            self.send()
+        for _ in range(3):
+            self.until(lambda: self.target.breaker.since is not None)
+            self.steady.now += 31
+        self.assertIn("no exchange 'later'", self.look()["motivo"])
+        self.channel.exchange_declare("later", "fanout", durable=True)
+        self.channel.queue_bind(self.queue("later"), "later")
+        self.steady.now += 31
+        self.until(lambda: self.statuses() == ["processado"] * 3)
+        self.assertEqual([1, 1, 1], [row["attempts"] for row in self.rows()])
+
+    def test_a_message_that_makes_the_broker_close_ends_alone(self):
+        name = self.queue("small")
+        self.relay(f"routing_key={name}", MAX_ATTEMPTS="2")
+        self.send(b"1")
+        self.send(bytes(1_000_001))
+        self.send(b"3")
+
+        def done():
+            self.steady.now += 1
+            self.clock.now += 10
+            return self.statuses() == ["processado", "erro", "processado"]
+
+        self.until(done)
+        self.assertIn("PRECONDITION_FAILED", self.look(2)["motivo"])
+        self.assertLessEqual({b"1", b"3"}, {m[2] for m in self.got(name)})
+
+    def test_while_the_broker_has_an_alarm_messages_wait(self):
+        name = self.queue("blocked")
+        self.relay(f"routing_key={name}")
+        self.send(b"1")
+        self.flow()
+        self.broker.control("set_vm_memory_high_watermark", "absolute", "1")
+        self.addCleanup(self.broker.control, "set_vm_memory_high_watermark", "0.4")
+        self.send(b"2")
+        self.until(lambda: self.target.state() == "bloqueado")
+        self.send(b"3")
+        self.turn()
+        self.assertEqual([2], list(self.target.flying))
+        before = self.look(2)["reservado_ate"]
+        self.clock.now += 3600
+        self.steady.now += 3600
+        self.turn()
+        self.assertGreater(self.look(2)["reservado_ate"], before)
+        self.broker.control("set_vm_memory_high_watermark", "0.4")
+        self.flow()
+        self.assertEqual(["processado"] * 3, self.statuses())
+        self.assertEqual([1, 1, 1], [row["attempts"] for row in self.rows()])
+
+    def test_a_lost_connection_is_made_again(self):
+        name = self.queue("again")
+        self.relay(f"routing_key={name}")
+        self.send(b"1")
+        self.flow()
+        self.broker.control("close_all_connections", "test")
+        type(self).channel = self.broker.channel()
+        self.until(lambda: self.target.breaker.since is not None)
+        self.send(b"2")
+        self.steady.now += 31
+        self.until(lambda: self.statuses() == ["processado"] * 2)
+
+    def test_a_broker_that_does_not_confirm_is_asked_anew(self):
+        name = self.queue("frozen")
+        self.relay(f"routing_key={name}")
+        self.until(lambda: self.target.up)
+        os.killpg(self.broker.process.pid, signal.SIGSTOP)
+        try:
+            self.send(b"1")
+            self.until(lambda: self.target.unconfirmed)
+            self.steady.now += 59
+            self.turn()
+            self.steady.now += 1
+            self.turn()
+        finally:
+            os.killpg(self.broker.process.pid, signal.SIGCONT)
+        self.until(lambda: self.target.outcomes["conexao"])
+        self.assertEqual("TimeoutError('no confirm in 60 s')", self.look()["motivo"])
+        self.steady.now += 31
+        self.until(lambda: self.statuses() == ["processado"])
+        self.assertEqual([1], [row["attempts"] for row in self.rows()])
+
+    def test_a_wrong_password_is_told(self):
+        self.open(
+            FORWARD_URL=self.broker.url.replace(":guest@", ":hidden@")
+            + "?routing_key=x"
+        )
+        [self.target] = self.delivery.targets
+        self.until(lambda: self.target.breaker.since is not None)
+        self.steady.now += 31
+        self.until(lambda: "is down" in self.logged())
+        self.assertIn("ACCESS_REFUSED", self.logged())
+        self.assertNotIn("hidden", self.logged())
+
+    def test_readme_its_topology_its_consumer_and_its_dead(self):
+        readme = (HERE / "README.md").read_text()
+        blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        topology, consumer = [block for block in blocks if "import pika" in block]
+        work = """
+def work(body, properties):
+    print(body.decode(), properties.message_id, flush=True)
+    if body == b"bad":
+        raise ValueError("cannot be worked on")
+"""
+        environ = {**os.environ, "AMQP_URL": self.broker.url}
+        options = {"env": environ, "cwd": self.folder, "text": True}
+        subprocess.run([sys.executable, "-c", topology], check=True, **options)
+        self.relay("exchange=webhooks&routing_key={fonte}.{caminho}", DEDUPE="$.id")
+        for body in (b'{"id":7}', b"bad", b'{"id":8}'):
+            self.send(body, "/webhook/loja")
+        self.flow()
+        command = [sys.executable, "-uc", work + consumer]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
+            self.addCleanup(process.kill)
+            worked = collections.Counter(
+                line.strip() for line in itertools.islice(process.stdout, 12)
+            )
+            self.until(
+                lambda: (
+                    self.channel.queue_declare(
+                        "webhooks.dead", passive=True
+                    ).method.message_count
+                )
+            )
+            process.kill()
+        self.assertEqual(5, worked["bad 2"])
+        self.assertEqual((1, 1), (worked['{"id":7} 7'], worked['{"id":8} 8']))
+        [(_, properties, body)] = self.got("webhooks.dead")
+        self.assertEqual(("2", b"bad"), (properties.message_id, body))
+        self.assertEqual("delivery_limit", properties.headers["x-first-death-reason"])
+        self.assertEqual([], self.got("webhooks"))
+
+    @long
+    def test_heartbeats_are_served_while_idle(self):
+        name = self.queue("idle")
+        self.relay(f"heartbeat=1&routing_key={name}")
+        self.send(b"1")
+        self.flow()
+        time.sleep(5)  # the broker's own clock; it hangs up after two beats
+        self.turn()
+        self.assertIsNone(self.target.breaker.since)
+        self.assertTrue(self.target.up)
+
+
+class RelaySettingsTest(unittest.TestCase):
+    def test_the_routing_key_is_named_and_can_be_read(self):
+        library(self, "pika")
+        for query in (
+            "",
+            "exchange=x&routing_key={payload}",
+            "routing_key=",
+            "routing_key=x&heartbeat=z",
+        ):
+            with self.subTest(query), self.assertRaises(buffer.StartError) as caught:
+                settings = buffer.Settings.read(
+                    {"TOKEN": TOKEN, "FORWARD_URL": f"amqp://u:hidden@h/?{query}"}
+                )
+                buffer.Delivery(settings, None)
+            self.assertNotIn("hidden", str(caught.exception))
+
+
 # Housekeeping
 
 
@@ -3996,6 +5140,203 @@ class CrashTest(Proof):
             self.power_cuts("synchronous = NORMAL")
 
 
+class Unreliable(Answers):
+    """A target that answers in every way there is. Its ledger has a line for each
+    request as it begins, and for each answer as it ends: (what, id, attempt)."""
+
+    WAYS = (
+        ("ok", 60),
+        ("slow", 10),
+        ("500 Internal Server Error", 6),
+        ("404 Not Found", 6),
+        ("429 Too Many Requests", 6),
+        ("301 Moved", 3),
+        ("503 Unavailable", 1),
+        ("reset", 3),
+        ("broken", 3),
+        ("garbage", 3),
+        ("hang", 1),
+    )
+
+    def __init__(self, ledger):
+        self.ledger, self.random = ledger, Random(3)
+        super().__init__()
+
+    def note(self, what, headers):
+        with self.lock:
+            self.ledger.write(
+                f"{what.partition(' ')[0]} {headers['X-Buffer-Id']} "
+                f"{headers['X-Buffer-Tentativa']}\n"
+            )
+
+    def act(self, answer, line, request):
+        headers = request[2]
+        [way] = self.random.choices(*zip(*self.WAYS))
+        self.note("begin", headers)
+        if way == "hang":  # buffer.py hangs up before it ends
+            self.note(way, headers)
+            time.sleep(1.5)
+            return False
+        try:
+            return self.by_way(way, line)
+        finally:
+            self.note(way, headers)
+
+    def by_way(self, way, line):
+        start = b"HTTP/1.1 200 OK\r\n"
+        if way == "slow":
+            time.sleep(0.02)
+        if way == "reset":
+            return reset(line)
+        if way == "broken":
+            line.sendall(start + b"Content-Length: 9\r\n\r\nabc")
+            return False
+        if way == "garbage":
+            line.sendall(start + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
+            return False
+        if way in ("ok", "slow"):
+            line.sendall(self.OK)
+        else:
+            line.sendall(respond(way, b"no", "Retry-After: 1", "Location: /x"))
+        return True
+
+
+def target(ledger):
+    """An Unreliable in a process of its own; it prints its URL and runs until killed."""
+    with open(ledger, "w", buffering=1) as file:
+        print(Unreliable(file).url, flush=True)
+        signal.pause()
+
+
+@long
+class PushProofTest(Proof):
+    """Delivery to an unreliable target by a buffer.py that is killed now and then."""
+
+    def deliver(self, concurrency, number):
+        folder = self.folder()
+        ledger = folder / "ledger"
+        process = self.enter(
+            subprocess.Popen(
+                own_command("target", ledger), stdout=subprocess.PIPE, text=True
+            )
+        )
+        self.addCleanup(process.kill)
+        self.ledger = ledger
+        service = Service(
+            folder,
+            FORWARD_URL=process.stdout.readline().strip(),
+            FORWARD_CONCURRENCY=concurrency,
+            FORWARD_TIMEOUT=1,
+            BACKOFF=1,
+            MAX_ATTEMPTS=1000,
+        )
+        fill(service.db, number)
+        for part in (0.25, 0.5, 0.75):
+            with service:
+                self.until(lambda goal=part * number: self.settled(service) >= goal)
+                service.stop(signal.SIGKILL)
+            self.until(lambda: not self.running())
+            self.change(service.db, PushProofTest.LEASES_OVER)
+        with service:
+            self.until(
+                lambda: (
+                    self.change(service.db, self.DELAYS_OVER)
+                    or self.settled(service) == number
+                )
+            )
+        lines = self.lines()
+        good = {id_ for what, id_, _ in lines if what in ("ok", "slow")}
+        self.assertEqual(set(map(str, range(1, number + 1))), good)
+        busy = itertools.accumulate(1 if w == "begin" else -1 for w, *_ in lines)
+        self.assertLessEqual(max(busy), concurrency)
+        return lines
+
+    def lines(self):
+        return [line.split() for line in self.ledger.read_text().splitlines()]
+
+    def running(self):
+        lines = self.lines()
+        return 2 * sum(what == "begin" for what, *_ in lines) > len(lines)
+
+    def settled(self, service):
+        return count(service.db, "processado")
+
+    def until(self, condition):
+        end = time.monotonic() + 120
+        while not condition():
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.02)
+
+    LEASES_OVER = """
+UPDATE fila
+   SET lease_until = datetime(locked_at, '+1 seconds')
+ WHERE status = 'processando'"""
+    DELAYS_OVER = """
+UPDATE fila
+   SET available_at = '2000-01-01 00:00:00'
+ WHERE available_at IS NOT NULL"""
+
+    def change(self, db, sql):
+        with contextlib.closing(sqlite3.connect(db)) as file, file:
+            file.execute(sql)
+
+    def test_one_at_a_time_in_order(self):
+        lines = self.deliver(1, 400)
+        first = [int(id_) for what, id_, n in lines if (what, n) == ("begin", "1")]
+        self.assertEqual(sorted(first), first)
+        self.assertLess(len(first), len(lines) / 2, "nothing was tried again")
+
+    def test_eight_at_a_time(self):
+        self.deliver(8, 1000)
+
+
+@long
+class RelayProofTest(Proof):
+    def test_20000_messages_reach_the_queue_whoever_is_restarted(self):
+        library(self, "pika")
+        if not os.path.exists(Broker.SERVER):
+            self.skipTest("there is no RabbitMQ")
+        number, folder = 20_000, self.folder()
+        broker = Broker()
+        self.addCleanup(broker.close)
+        quorum = {"x-queue-type": "quorum"}
+        broker.channel().queue_declare("proof", durable=True, arguments=quorum)
+        service = Service(
+            folder, FORWARD_URL=f"{broker.url}?routing_key=proof", FORWARD_TIMEOUT=5
+        )
+        fill(service.db, number)
+        named = "UPDATE fila SET source = 'x', event_id = 'evt_' || id"
+        self.change(service.db, named)
+        service.start()
+        self.addCleanup(service.stop)
+        # gently first: RabbitMQ 3.10 can forget a queue that is seconds old in a crash
+        for share, restart in (
+            (0.2, lambda: (broker.stop(), broker.start())),
+            (0.4, lambda: self.killed(service)),
+            (0.6, lambda: (broker.stop(signal.SIGKILL), broker.start())),
+        ):
+            goal = share * number
+            self.until(lambda goal=goal: count(service.db, "processado") >= goal)
+            restart()
+        self.until(lambda: count(service.db, "processado") == number)
+        channel = broker.channel()
+        found = collections.Counter()
+        for method, properties, _ in channel.consume(
+            "proof", auto_ack=True, inactivity_timeout=2
+        ):
+            if method is None:
+                break
+            found[properties.message_id] += 1
+        self.assertEqual({f"evt_{n}" for n in range(1, number + 1)}, set(found))
+
+    def killed(self, service):
+        service.stop(signal.SIGKILL)
+        self.change(service.db, PushProofTest.LEASES_OVER)
+        service.start()
+
+    until, change = PushProofTest.until, PushProofTest.change
+
+
 class FullDiskTest(Proof):
     def setUp(self):
         disk = self.enter(mounted(self, "-t", "tmpfs", "-o", "size=6m", "tmpfs"))
@@ -4841,6 +6182,82 @@ def waiters():
     yield "with / without", f"{share:6.1f} %"
 
 
+def delivery():
+    """Webhooks beside delivery to a quick target, and how quick delivery is."""
+    rates, loads = {}, {}
+    with special("ceiling") as target, contextlib.ExitStack() as stack:
+        url = f"http://127.0.0.1:{target.port}/webhook"
+        ways = {f"push, {n} at once": (url, n) for n in (1, 16)}
+        if importlib.util.find_spec("pika") and os.path.exists(Broker.SERVER):
+            broker = Broker()
+            stack.callback(broker.close)
+            with broker.channel() as channel:
+                quorum = {"x-queue-type": "quorum"}
+                channel.queue_declare("bench", durable=True, arguments=quorum)
+            ways["relay"] = f"{broker.url}?routing_key=bench", 1
+        for _ in range(ROUNDS):
+            for way, (where, workers) in ways.items():
+                how = {"FORWARD_URL": where, "FORWARD_CONCURRENCY": workers}
+                number = 20_000 if way == "relay" else 2_000
+                rates.setdefault(way, []).append(delivered(how, number))
+                with Service() as alone, Service(**how) as service:
+                    pair = load(alone, 64), load(service, 64)
+                loads.setdefault(way, []).append(pair)
+            if "relay" in ways:
+                rates.setdefault("one confirm at a time", []).append(confirmed(broker))
+    for way, found in rates.items():
+        yield way, f"{statistics.median(found):6,.0f}/s delivered"
+    if "relay" in ways:
+        pairs = zip(rates["relay"], rates["one confirm at a time"], strict=True)
+        ratio = statistics.median(many / one for many, one in pairs)
+        yield "relay / one", f"{ratio:6.2f}", "at least 3", ratio >= 3
+    for way, pairs in loads.items():
+        share = 100 * statistics.median(busy.rate / calm.rate for calm, busy in pairs)
+        yield f"64, {way}", str(Load.median([busy for _, busy in pairs]))
+        yield "with / without", f"{share:6.1f} %"
+
+
+def delivered(settings, number):
+    """Messages per second out of a file with so many."""
+    with tempfile.TemporaryDirectory() as folder:
+        fill(pathlib.Path(folder, "b.sqlite"), number)
+        with Service(folder, **settings) as service:
+            began = time.perf_counter()
+            while count(service.db, "processado") < number:
+                time.sleep(0.01)
+            return number / (time.perf_counter() - began)
+
+
+def confirmed(broker, number=500):
+    """Messages per second when each waits for its confirm, as pika does by itself."""
+    channel = broker.channel()
+    channel.confirm_delivery()
+    what = broker.pika.BasicProperties(delivery_mode=2)
+    began = time.perf_counter()
+    for _ in range(number):
+        channel.basic_publish("", "bench", SAMPLE.encode(), what, mandatory=True)
+    seconds = time.perf_counter() - began
+    channel.connection.close()
+    return number / seconds
+
+
+def latency():
+    """From the sender's 200 to the target's first byte, with nothing else to do."""
+    took = []
+    target = Answers()
+    with Service(FORWARD_URL=target.url) as service:
+        line = service.connect()
+        for number in range(200):
+            line.request("POST", "/webhook", b"x", {"X-Token": TOKEN})
+            line.getresponse().read()
+            answered = time.perf_counter()
+            while len(target.requests) <= number:
+                time.sleep(0.0002)
+            took.append(time.perf_counter() - answered)
+    p50 = 1000 * statistics.median(took)
+    yield "200 to the target", f"p50 {p50:6.2f} ms", "p50 < 20 ms", p50 < 20
+
+
 def calls():
     """Each call of a consumer on files of 1,000 and 1,000,000 messages in all states."""
     spent = {}
@@ -4953,6 +6370,8 @@ MEASURES = {
     "purge": purge,
     "signatures": signatures,
     "waiters": waiters,
+    "delivery": delivery,
+    "latency": latency,
     "calls": calls,
 }
 
@@ -4980,7 +6399,7 @@ def chosen(suite, words):
 
 
 # Subprocesses of the tests and of the benchmark run this file with one of these words.
-ENTRIES = {"ceiling": ceiling, "purging": purging, "client": client}
+ENTRIES = {f.__name__: f for f in (ceiling, purging, client, target)}
 
 
 def main():
