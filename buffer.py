@@ -52,6 +52,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - said before an older one stumble
 
 import argparse
 import base64
+import bisect
 import codecs
 import collections
 import contextlib
@@ -329,6 +330,121 @@ class Settings:
         return cls(**read_settings(cls, environ), sources=tuple(sources.items()))
 
 
+# Metrics
+
+# Seconds and numbers up to which a histogram counts.
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+NUMBERS = (1, 3, 10, 30, 100, 300, 1000)
+
+
+class Histogram:
+    """How many values were up to each bound, since this process started."""
+
+    def __init__(self, bounds):
+        self.bounds, self.sum = bounds, 0
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all of them
+
+    def observe(self, value, times=1):
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+STATUSES = ("pendente", "processando", "processado", "erro")
+
+# What is counted in the file: name there, family, its label, meaning.
+COUNTERS = {
+    "recebidas": ("received", "source", "Webhooks that were kept."),
+    "duplicadas": ("duplicates", "source", "Webhooks that were known already."),
+    "recusadas": ("refused", "reason", "Requests that were refused."),
+    "entregues": ("claimed", "", "Messages given to consumers."),
+    "resolvidas": ("settled", "verdict", "Verdicts that have changed a message."),
+    "vencidas": ("leases_expired", "", "Leases that ended without a verdict."),
+    "esgotadas": ("exhausted", "", "Messages gone to erro after their last attempt."),
+    "apagadas": ("purged", "", "Messages deleted by age."),
+}
+
+
+def families(report, histograms, delivery, version):
+    """Families of the Prometheus text format: (name, type, help, samples); a sample is
+    (ending of its name, labels, number). `delivery` is a list of dicts or None."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    labels = {"version": version, "python": python, "sqlite": sqlite3.sqlite_version}
+    yield "buffer_info", "gauge", "Versions.", [("", labels, 1)]
+    yield (
+        "buffer_messages",
+        "gauge",
+        "Messages by status and source.",
+        [
+            (
+                "",
+                {"source": row["fonte"] or "", "status": row["status"]},
+                row["quantidade"],
+            )
+            for row in report["mensagens"]
+        ],
+    )
+    for name, kind, meaning in (
+        ("mais_antiga", "oldest_due_seconds", "Age of the oldest message that is due."),
+        ("arquivo", "database_bytes", "Size of the database."),
+        ("wal", "wal_bytes", "Size of the WAL beside it."),
+        ("livre", "disk_free_bytes", "Free space on its disk."),
+    ):
+        yield f"buffer_{kind}", "gauge", meaning, [("", {}, report[name] or 0)]
+    for name, (family, label, meaning) in COUNTERS.items():
+        counted = report["contadores"][name] or ({} if label else {"": 0})
+        samples = [
+            ("_total", {label: k} if label else {}, n) for k, n in counted.items()
+        ]
+        yield f"buffer_{family}", "counter", meaning, samples
+    for name, meaning, label, found in histograms:
+        samples = [
+            s for k, h in found.items() for s in buckets({label: k} if label else {}, h)
+        ]
+        yield f"buffer_{name}", "histogram", meaning, samples
+    if delivery is not None:
+        attempts = [
+            ("_total", {"target": one["destino"], "outcome": outcome}, n)
+            for one in delivery
+            for outcome, n in one["tentativas"].items()
+        ]
+        states = [
+            ("", {"target": one["destino"], "state": one["estado"]}, 1)
+            for one in delivery
+        ]
+        flying = [("", {"target": one["destino"]}, one["em_voo"]) for one in delivery]
+        yield "buffer_delivery_attempts", "counter", "Deliveries by outcome.", attempts
+        yield "buffer_delivery_breaker", "gauge", "State of each target.", states
+        yield "buffer_delivery_in_flight", "gauge", "Deliveries under way.", flying
+
+
+def buckets(labels, histogram):
+    counts = itertools.accumulate(histogram.counts)
+    for bound, count in zip([*histogram.bounds, "+Inf"], counts):
+        yield "_bucket", {**labels, "le": str(bound)}, count
+    yield "_sum", labels, histogram.sum
+    yield "_count", labels, count
+
+
+def exposition(families):
+    """Prometheus's text format, version 0.0.4."""
+    lines = []
+    for name, kind, meaning, samples in families:
+        total = "_total" if kind == "counter" else ""
+        lines += [f"# HELP {name}{total} {meaning}", f"# TYPE {name}{total} {kind}"]
+        for ending, labels, number in samples:
+            text = ",".join(f'{k}="{escaped(v)}"' for k, v in labels.items())
+            lines.append(
+                f"{name}{ending}{{{text}}} {number}"
+                if text
+                else f"{name}{ending} {number}"
+            )
+    return "\n".join([*lines, ""])
+
+
+def escaped(text):
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
 # The store
 
 # The first five columns are those of the Go program whose files are taken over. It must
@@ -395,6 +511,92 @@ CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
  WHERE status = 'processado'
 """
 
+# What has happened since the file was made, as the methods of Store count it, and how
+# many messages there are: name is their status, label their source or nothing. The
+# latter is kept by triggers, so that it is right after a kill -9 and whoever changes a
+# message, the Go program and the sqlite3 shell included. All in one table, because
+# every page that a commit touches is felt by a sender who is alone.
+COUNTERS_TABLE = """
+CREATE TABLE contadores (
+    name  TEXT NOT NULL,
+    label TEXT NOT NULL,
+    n     INTEGER NOT NULL,
+    PRIMARY KEY (name, label)
+) WITHOUT ROWID"""
+COUNT_ALL = """
+INSERT INTO contadores (name, label, n)
+SELECT status, source, sum(n)
+  FROM (SELECT value AS status, '' AS source, 0 AS n
+          FROM json_each('["pendente","processando","processado","erro"]')
+         UNION ALL
+        SELECT status, '', count(*)
+          FROM fila INDEXED BY fila_queue
+         GROUP BY status
+         UNION ALL
+        SELECT status, '', -count(*)
+          FROM fila INDEXED BY fila_source
+         WHERE source IS NOT NULL
+         GROUP BY source, status
+         UNION ALL
+        SELECT status, source, count(*)
+          FROM fila INDEXED BY fila_source
+         WHERE source IS NOT NULL
+         GROUP BY source, status)
+ GROUP BY status, source"""
+COMES = """
+    INSERT INTO contadores (name, label, n)
+    VALUES (new.status, coalesce(new.source, ''), 1)
+        ON CONFLICT (name, label) DO UPDATE SET n = n + 1;"""
+GOES = """
+    UPDATE contadores
+       SET n = n - 1
+     WHERE name = old.status
+       AND label = coalesce(old.source, '');"""
+TRIGGERS = (
+    f"CREATE TRIGGER conta_nova AFTER INSERT ON fila BEGIN {COMES} END",
+    f"CREATE TRIGGER conta_apagada AFTER DELETE ON fila BEGIN {GOES} END",
+    f"""
+CREATE TRIGGER conta_mudada AFTER UPDATE OF status, source ON fila
+  WHEN old.status <> new.status OR old.source IS NOT new.source
+ BEGIN {GOES} {COMES} END""",
+)
+
+# Of each minute of the last hour, what had been counted before its first commit.
+MINUTES_TABLE = """
+CREATE TABLE IF NOT EXISTS minutos (
+    minute   INTEGER PRIMARY KEY,
+    received INTEGER NOT NULL,
+    settled  INTEGER NOT NULL
+)"""
+
+HAPPENED = """
+INSERT INTO contadores (name, label, n)
+VALUES (?, ?, ?)
+    ON CONFLICT (name, label) DO UPDATE SET n = n + excluded.n"""
+
+SO_FAR = """
+SELECT coalesce(sum(iif(name = 'recebidas', n, 0)), 0) AS received,
+       coalesce(sum(iif(name = 'resolvidas', n, 0)), 0) AS settled
+  FROM contadores
+ WHERE name = 'recebidas'
+    OR (name = 'resolvidas' AND label IN ('processado', 'erro'))"""
+
+MINUTE = f"""
+INSERT INTO minutos (minute, received, settled)
+SELECT :minute, received, settled
+  FROM ({SO_FAR})
+ WHERE true
+    ON CONFLICT DO NOTHING"""
+
+COUNTED = "SELECT name, label, n FROM contadores ORDER BY name, label"
+MINUTES = "SELECT minute, received, settled FROM minutos ORDER BY minute"
+
+# Those to come are there after the clock was set back.
+OTHER_HOURS = """
+DELETE FROM minutos
+ WHERE minute <= :minute - 60
+    OR minute > :minute"""
+
 # What the Go program left without lease (it gave ten minutes), size or time of settling,
 # or with a delay of ours; and what has had more attempts than are allowed now.
 ADOPT = (
@@ -433,14 +635,15 @@ UPDATE fila INDEXED BY fila_queue
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
                   headers)
-SELECT CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?
- WHERE ? IS NULL
-    OR NOT EXISTS (SELECT 1
-                     FROM eventos
-                    WHERE event_id = ?
-                      AND source = coalesce(?, ''))
+VALUES (CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO NOTHING"""
 WEBHOOK_BYTES = WEBHOOK.replace("CAST(? AS TEXT)", "?")
+
+SEEN = """
+SELECT 1
+  FROM eventos
+ WHERE source = coalesce(:source, '')
+   AND event_id = :event_id"""
 
 LEASES_OVER = """
 SELECT id, size
@@ -633,6 +836,34 @@ DELETE FROM eventos
    AND seen_at < :before
 RETURNING id"""
 
+# The first in the queue, and what would join it if somebody claimed now.
+OLDEST = """
+SELECT :epoch - CAST(strftime('%s', min(created_at)) AS INTEGER) AS age
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT *
+                FROM (SELECT id
+                        FROM fila INDEXED BY fila_queue
+                       WHERE status = 'pendente'
+                         AND available_at IS NULL
+                       ORDER BY id
+                       LIMIT 1)
+               UNION ALL
+              SELECT *
+                FROM (SELECT id
+                        FROM fila INDEXED BY fila_queue
+                       WHERE status = 'pendente'
+                         AND available_at <= :now
+                       ORDER BY available_at
+                       LIMIT :limit)
+               UNION ALL
+              SELECT *
+                FROM (SELECT id
+                        FROM fila INDEXED BY fila_lease
+                       WHERE status = 'processando'
+                         AND lease_until <= :now
+                       ORDER BY lease_until
+                       LIMIT :limit))"""
+
 SHIFT = (
     """
 UPDATE fila INDEXED BY fila_lease
@@ -696,6 +927,13 @@ def without_poison(rows, limit, most):
     return [row for row in lost if row["attempts"] + 1 < most], limit
 
 
+def size_of(path):
+    """A file's bytes, 0 when it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.getsize(path)
+    return 0
+
+
 class Outcome(typing.NamedTuple):
     """What became of a verdict: `status` is the message's now, None when there is none.
 
@@ -732,11 +970,15 @@ class Store:
             )
         self.path, self.clock = os.path.abspath(path), clock
         self.most, self.backoff = max_attempts, backoff
-        self.used_up = 0  # messages that have gone to erro after their last attempt
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
-        self._depth = 0  # how many transactions are open inside each other
-        self._now = None  # when the outermost began, as text
+        self._at = self._now = None  # when the outermost began: in seconds, as text
+        self._log = []  # (name, label) of each thing that has happened in it
+        self._marks = []  # for each transaction that is open, how long _log was before
+        self._waiting = collections.Counter()  # refusals, until something is written
+        self._minute = None  # the last one of which MINUTE has seen the beginning
+        self._before = self._own = 0  # changes before it; changes that counting made
+        self.commits = Histogram(SECONDS)  # the seconds that those took that wrote
         try:
             with self._alone():
                 self._db = self._connect()
@@ -794,6 +1036,10 @@ class Store:
                     self._run(f"ALTER TABLE fila ADD COLUMN {name} {kind}")
             for statement in INDEXES.split(";"):
                 self._run(statement)
+            self._run(MINUTES_TABLE)
+            if not self._run("PRAGMA table_info(contadores)"):
+                for statement in (COUNTERS_TABLE, COUNT_ALL, *TRIGGERS):
+                    self._run(statement)
             for statement in ADOPT:
                 self._run(statement, now=now, most=self.most)
             self._run(f"PRAGMA user_version = {self.VERSION}")
@@ -829,14 +1075,16 @@ class Store:
     def __enter__(self):
         self._lock.acquire()
         try:
-            if not self._depth:
-                self._now = utc(self.clock())
+            if not self._marks:
+                self._at = self.clock()
+                self._now = utc(self._at)
                 if self._db.in_transaction:  # a rollback has failed
                     self._db.execute("ROLLBACK")
+                self._before = self._db.total_changes
             elif not self._db.in_transaction:
                 raise sqlite3.OperationalError("the outer transaction was rolled back")
-            self._db.execute(LEVELS[self._depth][0])
-            self._depth += 1
+            self._db.execute(LEVELS[len(self._marks)][0])
+            self._marks.append(len(self._log))
             return self._now
         except BaseException:
             self._lock.release()
@@ -844,21 +1092,66 @@ class Store:
 
     def __exit__(self, failed, *_):
         try:
-            self._depth -= 1
-            _, commit, rollback = LEVELS[self._depth]
+            mark = self._marks.pop()
+            _, commit, rollback = LEVELS[len(self._marks)]
             try:
                 if not failed:
-                    self._db.execute(commit)
+                    if self._marks:
+                        self._db.execute(commit)
+                    else:
+                        self._commit()
             except BaseException:
                 failed = True
                 raise
             finally:
-                if failed and self._db.in_transaction:  # else SQLite has ended it
-                    self._db.execute(rollback)
-            if self.erased and not self._depth:
+                if failed:
+                    del self._log[mark:]
+                    self._minute = None
+                    if self._db.in_transaction:  # else SQLite has ended it
+                        self._db.execute(rollback)
+            if self.erased and not self._marks:
                 self.erased = not self.checkpoint()
         finally:
             self._lock.release()
+
+    def _commit(self):
+        """COMMIT, with what is to be counted, so that both hold or neither. Refusals
+        alone are no reason to write: a scanner must not make the disk busy."""
+        if self._log:
+            happened = collections.Counter(self._log)
+            if self._waiting:
+                happened.update(self._waiting)
+            self._count(happened)
+        began = time.perf_counter()
+        self._db.execute("COMMIT")
+        if self._db.total_changes != self._before:
+            self.commits.observe(time.perf_counter() - began)
+        if self._log:
+            self._log.clear()
+            self._waiting.clear()
+
+    def _count(self, happened):
+        before, minute = self._db.total_changes, int(self._at // 60)
+        if minute != self._minute:
+            self._run(MINUTE, minute=minute)
+            self._run(OTHER_HOURS, minute=minute)
+            self._minute = minute
+        for (name, label), n in happened.items():
+            self._db.execute(HAPPENED, (name, label, n))
+        self._own += self._db.total_changes - before
+
+    def refused(self, reason):
+        """Counts a refusal. It becomes durable with what is written next."""
+        with self._lock:
+            self._waiting["recusadas", reason] += 1
+
+    def write_refusals(self):
+        """For when nothing else is written."""
+        with self._lock:
+            if self._waiting:
+                with self.transaction():
+                    self._count(self._waiting)
+                self._waiting.clear()
 
     def webhook(
         self,
@@ -878,9 +1171,15 @@ class Store:
         """
         sql = WEBHOOK if is_text else WEBHOOK_BYTES
         with self.transaction() as now:
-            kept = payload, now, len(payload), source, event_id, method, path, query
-            values = *kept, headers, event_id, event_id, source
-            return self._db.execute(sql, values).rowcount > 0
+            is_new = event_id is None or not self._run(
+                SEEN, source=source, event_id=event_id
+            )
+            if is_new:
+                values = payload, now, len(payload), source, event_id, method, path
+                values = *values, query, headers
+                is_new = self._db.execute(sql, values).rowcount > 0
+            self._log.append(("recebidas" if is_new else "duplicadas", source or ""))
+            return is_new
 
     def pegar(self, limit, lease, max_bytes, source=None, in_work=None):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -902,6 +1201,7 @@ class Store:
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
             until = utc(math.ceil(self.clock() + lease))
             rows = self._run(PEGAR, ids=json.dumps(ids), now=now, until=until)
+            self._log += [("entregues", "")] * len(rows)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
 
     def lease_ended(self):
@@ -911,46 +1211,51 @@ class Store:
             rows = self._run(LEASES_OVER, now=now, limit=self.BITE[0])
             values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
             ended = self._run(LEASE_ENDED, now=now, **values)
+            self._log += [("vencidas", "")] * len(ended)
             self._count_used_up(row["status"] for row in ended)
             return len(ended)
 
     def _count_used_up(self, statuses):
         count = list(statuses).count("erro")
-        self.used_up += count
+        self._log += [("esgotadas", "")] * count
         if count:
             log.warning("%d messages have used up their attempts, see erro", count)
 
     def processado(self, ids, attempt=None):
         """Done. Like the other verdicts it takes ids and perhaps the attempt that is
         settled, and returns {id: Outcome}."""
-        return self._settle(PROCESSADO, ids, attempt, "processado")
+        return self._settle("processado", PROCESSADO, ids, attempt, "processado")
 
     def erro(self, ids, attempt=None, reason=None):
         """Failed for good."""
-        return self._settle(ERRO, ids, attempt, "erro", reason=reason)
+        return self._settle("erro", ERRO, ids, attempt, "erro", reason=reason)
 
     def devolver(self, ids, attempt=None, reason=None, delay=None):
         """Failed for now: again after `delay` seconds, or after the backoff."""
         values = {"most": self.most, "backoff": self.backoff, "reason": reason}
         values.update(delay=delay, epoch=math.ceil(self.clock()))
-        outcomes = self._settle(DEVOLVER, ids, attempt, "pendente", **values)
-        self._count_used_up(o.status for o in outcomes.values() if not o.refused)
+        with self.transaction():
+            outcomes = self._settle(
+                "devolver", DEVOLVER, ids, attempt, "pendente", **values
+            )
+            self._count_used_up(o.status for o in outcomes.values() if not o.refused)
         return outcomes
 
     def estender(self, ids, attempt=None, lease=600):
         """Still at work: the lease runs `lease` seconds from now."""
         until = utc(math.ceil(self.clock() + lease))
-        return self._settle(ESTENDER, ids, attempt, None, until=until)
+        return self._settle("estender", ESTENDER, ids, attempt, None, until=until)
 
     def reenviar(self, ids, attempt=None):
         """Once more from the start."""
-        return self._settle(REENVIAR, ids, attempt, "pendente")
+        return self._settle("reenviar", REENVIAR, ids, attempt, "pendente")
 
-    def _settle(self, sql, ids, attempt, already, **values):
+    def _settle(self, verdict, sql, ids, attempt, already, **values):
         """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
             values.update(ids=json.dumps(ids), attempt=attempt, now=now)
             settled = {row["id"]: row["status"] for row in self._run(sql, **values)}
+            self._log += [("resolvidas", verdict)] * len(settled)
             rest = json.dumps([id_ for id_ in ids if id_ not in settled])
             known = {row["id"]: row for row in self._run(STATUS, ids=rest)}
         outcomes = {id_: Outcome(None, status) for id_, status in settled.items()}
@@ -999,7 +1304,48 @@ class Store:
 
     def changes(self):
         """A number that has grown when something was changed through this connection."""
-        return self._db.total_changes
+        return self._db.total_changes - self._own
+
+    def report(self):
+        """What there is to see, without counting rows: see README, "Running it".
+
+        Read in a moment, also from a file that another process is writing to.
+        """
+        with self._lock:
+            epoch = int(self.clock())
+            limit = {"epoch": epoch, "now": utc(epoch), "limit": self.BITE[0]}
+            [[oldest]] = self._run(OLDEST, **limit)
+            counted = {name: {} for name in (*STATUSES, *COUNTERS)}
+            for name, label, n in self._run(COUNTED):
+                counted.setdefault(name, {})[label] = n
+            for (name, label), n in self._waiting.items():
+                counted[name][label] = counted[name].get(label, 0) + n
+            disk = os.statvfs(os.path.dirname(self.path))
+            return {
+                "mensagens": [
+                    {"fonte": source or None, "status": status, "quantidade": n}
+                    for status in STATUSES
+                    for source, n in counted[status].items()
+                ],
+                "mais_antiga": oldest if oldest is None else max(0, oldest),
+                "por_minuto": self._minutes(epoch // 60),
+                "contadores": {name: counted[name] for name in COUNTERS},
+                "arquivo": os.path.getsize(self.path),
+                "wal": size_of(f"{self.path}-wal"),
+                "livre": disk.f_bavail * disk.f_frsize,
+            }
+
+    def _minutes(self, now):
+        """[seconds since the epoch, received, settled] of the last 60 minutes."""
+        before = [*self._run(MINUTES), *self._run(SO_FAR)]
+        found = {
+            this["minute"]: [
+                after[name] - this[name] for name in ("received", "settled")
+            ]
+            for this, after in itertools.pairwise(before)
+        }
+        minutes = range(now - 59, now + 1)
+        return [[60 * minute, *found.get(minute, (0, 0))] for minute in minutes]
 
     def probe(self):
         """Writes a little, to learn whether the file and its disk take it."""
@@ -1020,7 +1366,9 @@ class Store:
         with self.transaction():
             before = utc(self.clock() - days * 86400)
             ids = fitting(self._run(OLD, before=before, limit=limit), limit, 4 << 20)
-            return self._delete(ids)
+            deleted = self._delete(ids)
+            self._log += [("apagadas", "")] * deleted
+            return deleted
 
     def forget(self, days, limit):
         """Forgets event ids seen over `days` ago, of the `limit` oldest; how many."""
@@ -1055,6 +1403,7 @@ class Store:
         """Leaves one tidy file behind."""
         with self._lock:
             with contextlib.suppress(sqlite3.Error):
+                self.write_refusals()
                 self.checkpoint()
             self._db.close()
 
@@ -1761,9 +2110,6 @@ def find_methods(path):
         if found:
             return methods, found.groupdict()
     return None, {}
-
-
-STATUSES = ("pendente", "processando", "processado", "erro")
 
 
 class App:

@@ -2007,7 +2007,8 @@ class ReasonsTest(QueueCase):
         self.clock.now += 600
         self.store.lease_ended()
         self.assertIn("resolvido_em", self.get("/fila/1"))
-        self.assertEqual(1, self.store.used_up)
+        esgotadas = self.store.report()["contadores"]["esgotadas"]
+        self.assertEqual({"": 1}, esgotadas)
         self.assertIn("1 messages have used up their attempts", self.logged())
 
     def test_what_a_consumer_said_is_kept_until_a_replay(self):
