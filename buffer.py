@@ -262,6 +262,7 @@ class Settings:
     webhook_token: tuple = setting(
         None, tokens, "may only send, so that one that leaks cannot drain the queue"
     )
+    metrics_token: tuple = setting(None, tokens, "may only read /metrics")
     addr: tuple = setting(":8080", address, "where to listen")
     db_path: str = setting("./dados/buffer_webhooks.sqlite", path, "the database")
     max_body: int = setting(
@@ -364,11 +365,15 @@ COUNTERS = {
 }
 
 
-def families(report, histograms, delivery, version):
+def families(report, histograms, delivery):
     """Families of the Prometheus text format: (name, type, help, samples); a sample is
     (ending of its name, labels, number). `delivery` is a list of dicts or None."""
     python = ".".join(map(str, sys.version_info[:3]))
-    labels = {"version": version, "python": python, "sqlite": sqlite3.sqlite_version}
+    labels = {
+        "version": __version__,
+        "python": python,
+        "sqlite": sqlite3.sqlite_version,
+    }
     yield "buffer_info", "gauge", "Versions.", [("", labels, 1)]
     yield (
         "buffer_messages",
@@ -1408,6 +1413,50 @@ class Store:
             self._db.close()
 
 
+class ReadOnlyStore(Store):
+    """The file as it stands, for looking and copying while the service runs or not."""
+
+    def __init__(self, path, clock=time.time):
+        """StartError when there is no file that the service has opened."""
+        self.path, self.clock = os.path.abspath(path), clock
+        self._lock, self._waiting = threading.RLock(), {}
+        where = f"file:{urllib.parse.quote(self.path)}?mode=ro"
+        try:
+            os.stat(self.path)
+            options = {"uri": True, "isolation_level": None}
+            self._db = sqlite3.connect(where, timeout=self.BUSY, **options)
+            self._db.row_factory = sqlite3.Row
+            self._run("PRAGMA schema_version")
+        except (sqlite3.Error, OSError) as error:
+            raise StartError(f"DB_PATH={path!r} cannot be read: {error}") from error
+
+    def report(self):
+        if not self._run("PRAGMA table_info(contadores)"):
+            raise StartError(f"{self.path}: no buffer.py that counts has opened it yet")
+        return super().report()
+
+    def backup(self, path, progress=None):
+        """Copies all of it to an empty file and checks the copy.
+
+        From one snapshot, which a read transaction holds: without it every commit of the
+        service would start the copy anew. Writers do not wait for it, but the WAL grows
+        meanwhile.
+        """
+        with self._lock, contextlib.closing(sqlite3.connect(path)) as copy:
+            copy.execute("PRAGMA synchronous = OFF")  # the caller syncs once
+            self._run("BEGIN")
+            self._run("SELECT 1 FROM sqlite_master")
+            self._db.backup(copy, pages=1000, progress=progress)
+            self._run("COMMIT")
+            copy.execute("PRAGMA journal_mode = DELETE")  # no -wal beside it, one file
+            found = [row[0] for row in copy.execute("PRAGMA integrity_check")]
+        if found != ["ok"]:
+            raise sqlite3.DatabaseError(f"the copy is damaged: {found[0]}")
+
+    def close(self):
+        self._db.close()
+
+
 # Signatures
 
 # Preset, then HEADER TEMPLATE ID as SIGN_<FONTE> takes them; from the documentation that
@@ -2058,7 +2107,7 @@ def looked_json(row):
     return item_json(row, **more)
 
 
-ANYBODY, SENDER, CONSUMER = "anybody", "sender", "consumer"
+ANYBODY, SENDER, CONSUMER, WATCHER = "anybody", "sender", "consumer", "watcher"
 
 # path, method, handler, who may; the first path that fits decides
 ROUTES = (
@@ -2082,14 +2131,15 @@ ROUTES = (
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
+    ("/metrics", "GET", "metrics", WATCHER),
 )
 
 
 def compiled_routes(routes):
-    """{path: {method: (handler, right)}}, and the paths as patterns."""
+    """{path: {method: (handler, right, name)}}, and the paths as patterns."""
     paths = {}
     for path, method, handler, right in routes:
-        paths.setdefault(path, {})[method] = handler, right
+        paths.setdefault(path, {})[method] = handler, right, f"{method} {path}"
     patterns = []
     for path, methods in paths.items():
         text = path.replace("{rest}", "(?P<rest>.*)")  # it may hold slashes
@@ -2102,7 +2152,7 @@ PATHS, PATTERNS = compiled_routes(ROUTES)
 
 
 def find_methods(path):
-    """({method: (handler, right)} or None, parameters) of a path."""
+    """({method: (handler, right, name)} or None, parameters) of a path."""
     if path in PATHS and "{" not in path:
         return PATHS[path], {}
     for fits, methods in PATTERNS:
@@ -2128,7 +2178,11 @@ class App:
             for name, source in settings.sources
         }
         senders = settings.token + (settings.webhook_token or ())
-        self.good = {SENDER: senders, CONSUMER: settings.token}  # tokens
+        watchers = settings.token + (settings.metrics_token or ())
+        self.good = {SENDER: senders, CONSUMER: settings.token, WATCHER: watchers}
+        self.delivery = None  # what pushes messages, if something does
+        self.times = {}  # route: Histogram of seconds from complete to answered
+        self.shared = Histogram(NUMBERS)  # requests in one commit
         self.refused = Repeats(logging.WARNING)
         self.trouble = Repeats(logging.ERROR)
         self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
@@ -2137,7 +2191,17 @@ class App:
 
     def __call__(self, environ, start_response):
         """The WSGI application (PEP 3333)."""
-        return self.respond(environ).wsgi(environ, start_response)
+        began = time.monotonic()
+        reply = self.respond(environ)
+        self.answered([environ.get("buffer.route")], time.monotonic() - began)
+        return reply.wsgi(environ, start_response)
+
+    def answered(self, routes, took):
+        """Notes the seconds that requests took, by their routes; None is no route."""
+        for route, times in collections.Counter(routes).items():
+            if route not in self.times:
+                self.times[route] = Histogram(SECONDS)
+            self.times[route].observe(took, times)
 
     def respond(self, environ):
         """The reply to a request. It never raises, since others wait for theirs."""
@@ -2156,14 +2220,16 @@ class App:
             return UNAVAILABLE
 
     def route(self, request):
-        """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6)."""
+        """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6).
+
+        environ["buffer.route"] says under which name its time is counted."""
         methods, request.params = find_methods(request.path)
         if methods is None:
             raise Refusal(404, "página não encontrada")
         wanted = "GET" if request.method == "HEAD" else request.method
         if wanted not in methods:
             raise not_allowed(methods)
-        handler, right = methods[wanted]
+        handler, right, request.environ["buffer.route"] = methods[wanted]
         return getattr(self, handler), right
 
     def authorize(self, request, right):
@@ -2348,7 +2414,7 @@ class App:
         outcome = method([id_], **values)[id_]
         if outcome.refused:
             code = 404 if outcome.refused == "unknown" else 409
-            raise Refusal(code, excuse(outcome))
+            raise Refusal(code, excuse(outcome), reason=outcome.refused)
         return Reply.json(b'{"status":"%s"}' % outcome.status.encode())
 
     def settle_many(self, request, status, method, **values):
@@ -2419,6 +2485,18 @@ class App:
         self.store.probe()
         return self.OK
 
+    def metrics(self, request):
+        times = {route or "none": times for route, times in self.times.items()}
+        histograms = (
+            ("request_seconds", "From complete to answered.", "route", times),
+            ("commit_seconds", "Commits that wrote.", "", {"": self.store.commits}),
+            ("commit_requests", "Requests in one commit.", "", {"": self.shared}),
+        )
+        delivery = self.delivery and self.delivery.report()
+        found = families(self.store.report(), histograms, delivery)
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Reply(200, exposition(found).encode(), kind)
+
     def client(self, environ):
         return client_address(environ, self.settings.trusted_proxy)
 
@@ -2437,11 +2515,13 @@ class App:
         line = "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
+        self.store.refused(reason)
         return refusal.reply
 
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
         self.trouble("storage", "answering 503, storage trouble: %s", error)
+        self.store.refused("storage")
         return UNAVAILABLE
 
 
@@ -2569,6 +2649,7 @@ class Housekeeper(threading.Thread):
             for bite in (self.store.lease_ended, purge, forget, shrink):
                 while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
                     bites -= 1
+            self.store.write_refusals()
             self.store.checkpoint()
         except sqlite3.Error as error:
             self.trouble(str(error), "housekeeping will try again: %s", error)
@@ -2785,20 +2866,25 @@ class Rounds:
         self.closing = False  # the server stops, and connections end with their answer
         self._numbers = itertools.count()
         self._changes = 0
+        self._began = 0  # when the first of `waiting` was complete
 
     def add_task(self, channel):
+        if not self.waiting:
+            self._began = time.monotonic()
         self.waiting.append(channel)
 
     def answer(self, look=False):
         """Answers what waits; with `look` also what a change of time has made due."""
         asked, self.waiting = [c for c in self.waiting if c.connected], []
+        began, commits = self._began, self.app.store.commits
         if not asked and not (look and self.parked):
             return
         woken = []
         for channel in asked:
-            channel.reply = None
+            channel.reply, channel.environ = None, {}
         try:
             with self.app.store.transaction():
+                before = commits.sum
                 for channel in asked:
                     channel.reply = self.reply(channel)
                     if (
@@ -2806,6 +2892,8 @@ class Rounds:
                     ):  # at once, so that the next one sees the room
                         self.enter(channel)
                 woken = self.wake([c for c in asked if c.wait_for], look)
+            if commits.sum > before:
+                self.app.shared.observe(len(asked))
         except sqlite3.Error as error:
             failure = self.app.failed(error)
             for channel in asked + woken:
@@ -2817,6 +2905,10 @@ class Rounds:
                 channel.park()
             else:
                 channel.answer()
+        # counted from when the first of them was complete: too long for the others, by
+        # less than it took to read them; those that wait want to wait
+        routes = [c.environ.get("buffer.route") for c in asked if not c.wait_for]
+        self.app.answered(routes, time.monotonic() - began)
 
     def reply(self, channel):
         request = channel.requests[0]
@@ -2824,10 +2916,10 @@ class Rounds:
             environ = WSGITask(channel, request).get_environment()
         else:
             environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": channel.addr[0]}
+        channel.environ = environ
         if not request.error:
             if self.room > 0 and not self.closing:
                 environ["buffer.wait"] = "later"
-            channel.environ = environ
             return self.app.respond(environ)
         code = request.error.code
         if code not in PARSER_REFUSALS:
@@ -3100,7 +3192,8 @@ def start_log(settings):
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
     logging.getLogger("waitress").setLevel(logging.ERROR)
-    for token in settings.token + (settings.webhook_token or ()):
+    others = (settings.webhook_token or ()) + (settings.metrics_token or ())
+    for token in settings.token + others:
         if len(token) < 16:
             log.warning("a token is shorter than 16 characters and can be guessed")
 
@@ -3135,29 +3228,108 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         prog="buffer.py",
         description="A webhook buffer: senders are answered at once, consumers take "
-        "their time.",
+        "their time. Without a command it runs the service.",
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(run=run_service)
+    commands = parser.add_subparsers(title="commands", metavar="")
+    for run, name in ((show_status, "status"), (make_backup, "backup")):
+        about, _, more = run.__doc__.partition("\n\n")
+        command = commands.add_parser(name, help=about, description=about + more)
+        command.set_defaults(run=run)
+        if run is make_backup:
+            command.add_argument("file", metavar="FILE", help="must not be there yet")
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    """Runs the service; the exit status."""
-    parse_arguments(argv)
-    try:
-        if BaseWSGIServer is object:  # the import above has failed
-            hint = "pip install -U waitress, or apt install python3-waitress"
-            raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
-        settings = Settings.read(os.environ)
-        start_log(settings)
-        clock = SteadyClock()
-        store = open_store(settings, clock)
-        server = Server(settings, App(settings, store), listen(settings.addr), clock)
-    except StartError as error:
-        print(f"buffer.py: {error}", file=sys.stderr)
-        return error.status
+def configured_path():
+    """DB_PATH; the commands need no other setting."""
+    found = {"DB_PATH": os.environ.get("DB_PATH")}
+    return read_settings(Settings, found)["db_path"]
+
+
+def show_status(_):
+    """Shows what is in the file of DB_PATH.
+
+    The same as GET /metrics, whether the service runs or not. It changes nothing.
+    """
+    with contextlib.closing(ReadOnlyStore(configured_path())) as store:
+        report = store.report()
+    print(status_table(report))
+
+
+def status_table(report):
+    """What /metrics tells of the file, for a person."""
+    rows = collections.defaultdict(dict)
+    for row in report["mensagens"]:
+        rows[row["fonte"] or "-"][row["status"]] = row["quantidade"]
+    table = [("source", *STATUSES)]
+    table += [(name, *(n.get(s, 0) for s in STATUSES)) for name, n in rows.items()]
+    widths = [max(len(f"{row[at]}") for row in table) for at in range(len(table[0]))]
+    lines = ["  ".join(map("{:<{}}".format, row, widths)).rstrip() for row in table]
+    age, minutes = report["mais_antiga"], report["por_minuto"]
+    lines.append("")
+    facts = [("oldest due", "none" if age is None else f"{age} s")]
+    for at, name in ((1, "received"), (2, "settled")):
+        last = [minute[at] for minute in minutes]
+        facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
+    for name, label in (
+        ("arquivo", "database"),
+        ("wal", "WAL"),
+        ("livre", "disk free"),
+    ):
+        facts.append((label, f"{report[name] / (1 << 20):.1f} MiB"))
+    for name, (family, _, _) in COUNTERS.items():
+        for label, n in report["contadores"][name].items() or (("", 0),):
+            facts.append((f"{family} {label}".strip(), n))
+    width = max(len(name) for name, _ in facts)
+    return "\n".join([*lines, *(f"{name:<{width}}  {fact}" for name, fact in facts)])
+
+
+def make_backup(arguments):
+    """Copies the file of DB_PATH, also while the service runs.
+
+    The copy is checked, is one file, and holds what was on disk when it began. Nothing
+    is ever overwritten.
+    """
+    target = os.path.abspath(arguments.file)
+    draft = f"{target}.{os.getpid()}.tmp"
+    if os.path.lexists(target):
+        raise StartError(f"{target} is there already")
+    with contextlib.closing(ReadOnlyStore(configured_path())) as store:
+        try:
+            os.close(os.open(draft, os.O_CREAT | os.O_EXCL, 0o600))
+            store.backup(draft, show_progress if sys.stderr.isatty() else None)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))  # the name is ours
+            os.replace(draft, target)
+        except (sqlite3.Error, OSError) as error:
+            raise StartError(f"no backup: {error}") from error
+        finally:
+            for left in (draft, f"{draft}-journal"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(left)
+    print(f"{target}: {os.path.getsize(target)} bytes, checked")
+
+
+def show_progress(_, remaining, total):
+    percent = 100 - 100 * remaining // max(total, 1)
+    end = "" if remaining else "; checking\n"
+    print(f"\r{percent} %", end=end, file=sys.stderr, flush=True)
+
+
+def run_service(_):
+    if BaseWSGIServer is object:  # the import above has failed
+        hint = "pip install -U waitress, or apt install python3-waitress"
+        raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
+    settings = Settings.read(os.environ)
+    start_log(settings)
+    clock = SteadyClock()
+    store = open_store(settings, clock)
+    server = Server(settings, App(settings, store), listen(settings.addr), clock)
     housekeeper = Housekeeper(settings, store)
     housekeeper.start()
     where = ", ".join(server.addresses())
@@ -3166,7 +3338,18 @@ def main(argv=None):
     housekeeper.stop()
     store.close()
     log.info("stopped")
-    return 0
+
+
+def main(argv=None):
+    """The command line; the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except StartError as error:
+        print(f"buffer.py: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
