@@ -468,6 +468,7 @@ class StoreTest(Case):
             self.store._db = Faulty(good, part)
             with contextlib.suppress(sqlite3.Error), self.store.transaction():
                 self.store.webhook(b"{}")
+                self.store.lease_ended()
             self.store._db = good
             with ThreadPoolExecutor(1) as other:
                 other.submit(self.store.webhook, b"after").result(5)
