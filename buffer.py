@@ -23,8 +23,11 @@ Consumers
 Operators
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
     GET /health                   200 while messages can be stored, else 503
+    GET /metrics                  numbers for Prometheus; METRICS_TOKEN opens it too
+    python buffer.py status       the same as a table, from the file
+    python buffer.py backup FILE  a copy of the file, also while the service runs
 
-Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token=
+Every request but /health carries the token: X-Token, Authorization: Bearer, or ?token=
 (the header wins).
 
 The life of a message
