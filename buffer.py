@@ -79,6 +79,7 @@ import signal
 import socket
 import sqlite3
 import stat
+import tempfile
 import threading
 import time
 import typing
@@ -368,64 +369,56 @@ COUNTERS = {
 }
 
 
-def families(report, histograms, delivery):
-    """Families of the Prometheus text format: (name, type, help, samples); a sample is
-    (ending of its name, labels, number). `delivery` is a list of dicts or None."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    labels = {
-        "version": __version__,
-        "python": python,
-        "sqlite": sqlite3.sqlite_version,
-    }
-    yield "buffer_info", "gauge", "Versions.", [("", labels, 1)]
-    yield (
-        "buffer_messages",
-        "gauge",
-        "Messages by status and source.",
-        [
-            (
-                "",
-                {"source": row["fonte"] or "", "status": row["status"]},
-                row["quantidade"],
-            )
-            for row in report["mensagens"]
-        ],
-    )
-    for name, kind, meaning in (
-        ("mais_antiga", "oldest_due_seconds", "Age of the oldest message that is due."),
-        ("arquivo", "database_bytes", "Size of the database."),
-        ("wal", "wal_bytes", "Size of the WAL beside it."),
-        ("livre", "disk_free_bytes", "Free space on its disk."),
-    ):
-        yield f"buffer_{kind}", "gauge", meaning, [("", {}, report[name] or 0)]
-    for name, (family, label, meaning) in COUNTERS.items():
-        counted = report["contadores"][name] or ({} if label else {"": 0})
-        samples = [
-            ("_total", {label: k} if label else {}, n) for k, n in counted.items()
-        ]
-        yield f"buffer_{family}", "counter", meaning, samples
+GAUGES = (
+    ("mais_antiga", "oldest_due_seconds", "Age of the oldest message that is due."),
+    ("arquivo", "database_bytes", "Size of the database."),
+    ("wal", "wal_bytes", "Size of the WAL beside it."),
+    ("livre", "disk_free_bytes", "Free space on its disk."),
+)
+
+
+def families(report, histograms):
+    """What Prometheus gets to read: families (name, type, meaning, samples), a sample
+    being (ending of the name, labels, number). `histograms` has (name, meaning, label,
+    {its value: Histogram})."""
+    versions = {"python": sys.version.split()[0], "sqlite": sqlite3.sqlite_version}
+    yield "info", "gauge", "Versions.", [("", {"version": __version__, **versions}, 1)]
+    messages = [
+        ("", {"source": row["fonte"] or "", "status": row["status"]}, row["quantidade"])
+        for row in report["mensagens"]
+    ]
+    yield "messages", "gauge", "Messages by status and source.", messages
+    for key, name, meaning in GAUGES:
+        yield name, "gauge", meaning, [("", {}, report[key] or 0)]
+    for key, (name, label, meaning) in COUNTERS.items():
+        numbers = report["contadores"][key] or ({} if label else {"": 0})
+        yield f"{name}_total", "counter", meaning, labelled(label, numbers)
     for name, meaning, label, found in histograms:
-        samples = [
-            s for k, h in found.items() for s in buckets({label: k} if label else {}, h)
-        ]
-        yield f"buffer_{name}", "histogram", meaning, samples
-    if delivery is not None:
-        attempts = [
-            ("_total", {"target": one["destino"], "outcome": outcome}, n)
-            for one in delivery
-            for outcome, n in one["tentativas"].items()
-        ]
-        states = [
-            ("", {"target": one["destino"], "state": one["estado"]}, 1)
-            for one in delivery
-        ]
-        flying = [("", {"target": one["destino"]}, one["em_voo"]) for one in delivery]
-        yield "buffer_delivery_attempts", "counter", "Deliveries by outcome.", attempts
-        yield "buffer_delivery_breaker", "gauge", "State of each target.", states
-        yield "buffer_delivery_in_flight", "gauge", "Deliveries under way.", flying
+        several = [buckets(labels, one) for _, labels, one in labelled(label, found)]
+        yield name, "histogram", meaning, itertools.chain(*several)
+
+
+def delivery_families(report):
+    """The same of a delivery: attempts by outcome, and how its targets are."""
+    targets = [({"target": one["destino"]}, one) for one in report]
+    attempts = [
+        ("", {**target, "outcome": outcome}, n)
+        for target, one in targets
+        for outcome, n in one["tentativas"].items()
+    ]
+    states = [("", {**target, "state": one["estado"]}, 1) for target, one in targets]
+    flying = [("", target, one["em_voo"]) for target, one in targets]
+    yield "delivery_attempts_total", "counter", "Deliveries by outcome.", attempts
+    yield "delivery_breaker", "gauge", "The state in which a target is.", states
+    yield "delivery_in_flight", "gauge", "Deliveries under way.", flying
+
+
+def labelled(label, values):
+    return [("", {label: key} if label else {}, n) for key, n in values.items()]
 
 
 def buckets(labels, histogram):
+    """The samples of a histogram."""
     counts = itertools.accumulate(histogram.counts)
     for bound, count in zip([*histogram.bounds, "+Inf"], counts):
         yield "_bucket", {**labels, "le": str(bound)}, count
@@ -437,15 +430,12 @@ def exposition(families):
     """Prometheus's text format, version 0.0.4."""
     lines = []
     for name, kind, meaning, samples in families:
-        total = "_total" if kind == "counter" else ""
-        lines += [f"# HELP {name}{total} {meaning}", f"# TYPE {name}{total} {kind}"]
+        lines.append(f"# HELP buffer_{name} {meaning}")
+        lines.append(f"# TYPE buffer_{name} {kind}")
         for ending, labels, number in samples:
             text = ",".join(f'{k}="{escaped(v)}"' for k, v in labels.items())
-            lines.append(
-                f"{name}{ending}{{{text}}} {number}"
-                if text
-                else f"{name}{ending} {number}"
-            )
+            braces = f"{{{text}}}" if text else ""
+            lines.append(f"buffer_{name}{ending}{braces} {number}")
     return "\n".join([*lines, ""])
 
 
@@ -2507,14 +2497,15 @@ class App:
         return self.OK
 
     def metrics(self, request):
-        times = {route or "none": times for route, times in self.times.items()}
+        times = {route or "none": one for route, one in self.times.copy().items()}
         histograms = (
             ("request_seconds", "From complete to answered.", "route", times),
             ("commit_seconds", "Commits that wrote.", "", {"": self.store.commits}),
             ("commit_requests", "Requests in one commit.", "", {"": self.shared}),
         )
-        delivery = self.delivery and self.delivery.report()
-        found = families(self.store.report(), histograms, delivery)
+        found = [*families(self.store.report(), histograms)]
+        if self.delivery:
+            found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Reply(200, exposition(found).encode(), kind)
 
@@ -3255,7 +3246,7 @@ def parse_arguments(argv):
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(run=run_service)
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for run, name in ((show_status, "status"), (make_backup, "backup")):
         about, _, more = run.__doc__.partition("\n\n")
         command = commands.add_parser(name, help=about, description=about + more)
@@ -3265,10 +3256,10 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
-def configured_path():
-    """DB_PATH; the commands need no other setting."""
+def configured_file():
+    """What the commands read: DB_PATH; they need no other setting."""
     found = {"DB_PATH": os.environ.get("DB_PATH")}
-    return read_settings(Settings, found)["db_path"]
+    return ReadOnlyStore(read_settings(Settings, found)["db_path"])
 
 
 def show_status(_):
@@ -3276,9 +3267,8 @@ def show_status(_):
 
     The same as GET /metrics, whether the service runs or not. It changes nothing.
     """
-    with contextlib.closing(ReadOnlyStore(configured_path())) as store:
-        report = store.report()
-    print(status_table(report))
+    with contextlib.closing(configured_file()) as store:
+        print(status_table(store.report()))
 
 
 def status_table(report):
@@ -3288,25 +3278,25 @@ def status_table(report):
         rows[row["fonte"] or "-"][row["status"]] = row["quantidade"]
     table = [("source", *STATUSES)]
     table += [(name, *(n.get(s, 0) for s in STATUSES)) for name, n in rows.items()]
-    widths = [max(len(f"{row[at]}") for row in table) for at in range(len(table[0]))]
-    lines = ["  ".join(map("{:<{}}".format, row, widths)).rstrip() for row in table]
     age, minutes = report["mais_antiga"], report["por_minuto"]
-    lines.append("")
     facts = [("oldest due", "none" if age is None else f"{age} s")]
     for at, name in ((1, "received"), (2, "settled")):
         last = [minute[at] for minute in minutes]
         facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
-    for name, label in (
-        ("arquivo", "database"),
-        ("wal", "WAL"),
-        ("livre", "disk free"),
-    ):
-        facts.append((label, f"{report[name] / (1 << 20):.1f} MiB"))
-    for name, (family, _, _) in COUNTERS.items():
-        for label, n in report["contadores"][name].items() or (("", 0),):
-            facts.append((f"{family} {label}".strip(), n))
-    width = max(len(name) for name, _ in facts)
-    return "\n".join([*lines, *(f"{name:<{width}}  {fact}" for name, fact in facts)])
+    for key, name in ("arquivo", "database"), ("wal", "WAL"), ("livre", "disk free"):
+        facts.append((name, f"{report[key] / (1 << 20):.1f} MiB"))
+    for key, (name, *_) in COUNTERS.items():
+        for label, n in report["contadores"][key].items() or [("", 0)]:
+            facts.append((f"{name} {label}".strip(), n))
+    return f"{aligned(table)}\n\n{aligned(facts)}"
+
+
+def aligned(rows):
+    """Lines with columns."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(map("{:<{}}".format, row, widths)).rstrip() for row in rows
+    )
 
 
 def make_backup(arguments):
@@ -3316,23 +3306,20 @@ def make_backup(arguments):
     is ever overwritten.
     """
     target = os.path.abspath(arguments.file)
-    draft = f"{target}.{os.getpid()}.tmp"
     if os.path.lexists(target):
         raise StartError(f"{target} is there already")
-    with contextlib.closing(ReadOnlyStore(configured_path())) as store:
-        try:
-            os.close(os.open(draft, os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        beside = tempfile.TemporaryDirectory(dir=os.path.dirname(target))
+        with beside as folder, contextlib.closing(configured_file()) as store:
+            draft = os.path.join(folder, "copy")
             store.backup(draft, show_progress if sys.stderr.isatty() else None)
+            os.chmod(draft, 0o600)
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
             os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))  # the name is ours
             os.replace(draft, target)
-        except (sqlite3.Error, OSError) as error:
-            raise StartError(f"no backup: {error}") from error
-        finally:
-            for left in (draft, f"{draft}-journal"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(left)
+    except (sqlite3.Error, OSError) as error:
+        raise StartError(f"no backup: {error}") from error
     print(f"{target}: {os.path.getsize(target)} bytes, checked")
 
 
@@ -3370,7 +3357,7 @@ def main(argv=None):
         print(f"buffer.py: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
-        return 130
+        return 130  # as a shell calls an end by SIGINT
 
 
 if __name__ == "__main__":

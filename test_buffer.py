@@ -4185,7 +4185,7 @@ class BackupTest(Case):
         env = {**os.environ, "DB_PATH": str(self.folder / "big.sqlite")}
         command = [sys.executable, str(HERE / "buffer.py"), "backup", str(self.copy)]
         with subprocess.Popen(command, env=env, stderr=subprocess.PIPE) as process:
-            while not any(f.stat().st_size for f in self.copy.parent.iterdir()):
+            while not list(self.copy.parent.glob("*/copy")):
                 self.assertIsNone(process.poll())
             process.send_signal(signal.SIGINT)
             self.assertEqual(b"", process.stderr.read())
@@ -4218,12 +4218,14 @@ class ServiceTest(unittest.TestCase):
             service.call("POST", "/fila/pegar?limite=2")
             service.call("POST", "/fila/1/processado")
             service.stop(signal.SIGKILL)
+            table = run("status", DB_PATH=service.db).stdout
+            self.assertRegex(table, r"(?m)^- +3 +1 +1 +0$")
             service.start()
             with contextlib.closing(sqlite3.connect(service.db)) as shell, shell:
                 shell.execute("UPDATE fila SET status = 'erro' WHERE id = 5")
             text = service.call("GET", "/metrics")[2].decode()
             for line in (
-                *(f'buffer_messages{{source="",status="{s}"}} 1' for s in ("erro",)),
+                'buffer_messages{source="",status="erro"} 1',
                 'buffer_messages{source="",status="pendente"} 2',
                 'buffer_messages{source="",status="processando"} 1',
                 'buffer_messages{source="",status="processado"} 1',
