@@ -1122,10 +1122,8 @@ class Store:
         """COMMIT, with what is to be counted, so that both hold or neither. Refusals
         alone are no reason to write: a scanner must not make the disk busy."""
         if self._log:
-            happened = collections.Counter(self._log)
-            if self._waiting:
-                happened.update(self._waiting)
-            self._count(happened)
+            self._count(self._waiting)
+            self._count({what: self._log.count(what) for what in set(self._log)})
         began = time.perf_counter()
         self._db.execute("COMMIT")
         if self._db.total_changes != self._before:
@@ -1135,6 +1133,7 @@ class Store:
             self._waiting.clear()
 
     def _count(self, happened):
+        """Adds to what stands in the file; after MINUTE has seen what stood there."""
         before, minute = self._db.total_changes, int(self._at // 60)
         if minute != self._minute:
             self._run(MINUTE, minute=minute)
@@ -2209,10 +2208,10 @@ class App:
 
     def answered(self, routes, took):
         """Notes the seconds that requests took, by their routes; None is no route."""
-        for route, times in collections.Counter(routes).items():
+        for route in set(routes):
             if route not in self.times:
                 self.times[route] = Histogram(SECONDS)
-            self.times[route].observe(took, times)
+            self.times[route].observe(took, routes.count(route))
 
     def respond(self, environ):
         """The reply to a request. It never raises, since others wait for theirs."""

@@ -5481,9 +5481,10 @@ def metrics():
             alone.append(load(service, 64))
             over = threading.Event()
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(ask_each_second)
+                asking = pool.submit(ask_each_second)
                 beside.append(load(service, 64))
                 over.set()
+                asking.result()
     for name, times in ("alone", calm), ("under load", busy):
         figures = f"{statistics.median(times):6.1f} ms  worst {max(times):6.1f} ms"
         yield f"asked {name}", figures, "all < 50 ms", max(times) < 50
