@@ -23,12 +23,15 @@ Consumers
 Operators
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
     GET /health                   200 while messages can be stored, else 503
+    GET /metrics                  numbers for Prometheus; METRICS_TOKEN opens it too
+    python buffer.py status       the same as a table, from the file
+    python buffer.py backup FILE  a copy of the file, also while the service runs
 
 Delivery
     FORWARD_URL=http://...        or each message by POST to a URL, one after the other;
     FORWARD_URL=amqp://...        or to RabbitMQ, done when the broker has confirmed it
 
-Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token=
+Every request but /health carries the token: X-Token, Authorization: Bearer, or ?token=
 (the header wins).
 
 The life of a message
@@ -56,6 +59,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - said before an older one stumble
 
 import argparse
 import base64
+import bisect
 import codecs
 import collections
 import contextlib
@@ -84,6 +88,7 @@ import signal
 import socket
 import sqlite3
 import stat
+import tempfile
 import threading
 import time
 import typing
@@ -308,6 +313,7 @@ class Settings:
     webhook_token: tuple = setting(
         None, tokens, "may only send, so that one that leaks cannot drain the queue"
     )
+    metrics_token: tuple = setting(None, tokens, "may only read /metrics")
     addr: tuple = setting(":8080", address, "where to listen")
     db_path: str = setting("./dados/buffer_webhooks.sqlite", path, "the database")
     max_body: int = setting(
@@ -396,6 +402,114 @@ class Settings:
         return cls(**values, sources=tuple(sources.items()))
 
 
+# Metrics
+
+# Seconds and numbers up to which a histogram counts.
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+NUMBERS = (1, 3, 10, 30, 100, 300, 1000)
+
+
+class Histogram:
+    """How many values were up to each bound, since this process started."""
+
+    def __init__(self, bounds):
+        self.bounds, self.sum = bounds, 0
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all of them
+
+    def observe(self, value, times=1):
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+STATUSES = ("pendente", "processando", "processado", "erro")
+
+# What is counted in the file: name there, family, its label, meaning.
+COUNTERS = {
+    "recebidas": ("received", "source", "Webhooks that were kept."),
+    "duplicadas": ("duplicates", "source", "Webhooks that were known already."),
+    "recusadas": ("refused", "reason", "Requests that were refused."),
+    "entregues": ("claimed", "", "Messages given to consumers."),
+    "resolvidas": ("settled", "verdict", "Verdicts that have changed a message."),
+    "vencidas": ("leases_expired", "", "Leases that ended without a verdict."),
+    "esgotadas": ("exhausted", "", "Messages gone to erro after their last attempt."),
+    "apagadas": ("purged", "", "Messages deleted by age."),
+}
+
+
+GAUGES = (
+    ("mais_antiga", "oldest_due_seconds", "Age of the oldest message that is due."),
+    ("arquivo", "database_bytes", "Size of the database."),
+    ("wal", "wal_bytes", "Size of the WAL beside it."),
+    ("livre", "disk_free_bytes", "Free space on its disk."),
+)
+
+
+def families(report, histograms):
+    """What Prometheus gets to read: families (name, type, meaning, samples), a sample
+    being (ending of the name, labels, number). `histograms` has (name, meaning, label,
+    {its value: Histogram})."""
+    versions = {"python": sys.version.split()[0], "sqlite": sqlite3.sqlite_version}
+    yield "info", "gauge", "Versions.", [("", {"version": __version__, **versions}, 1)]
+    messages = [
+        ("", {"source": row["fonte"] or "", "status": row["status"]}, row["quantidade"])
+        for row in report["mensagens"]
+    ]
+    yield "messages", "gauge", "Messages by status and source.", messages
+    for key, name, meaning in GAUGES:
+        yield name, "gauge", meaning, [("", {}, report[key] or 0)]
+    for key, (name, label, meaning) in COUNTERS.items():
+        numbers = report["contadores"][key] or ({} if label else {"": 0})
+        yield f"{name}_total", "counter", meaning, labelled(label, numbers)
+    for name, meaning, label, found in histograms:
+        several = [buckets(labels, one) for _, labels, one in labelled(label, found)]
+        yield name, "histogram", meaning, itertools.chain(*several)
+
+
+def delivery_families(report):
+    """The same of a delivery: attempts by outcome, and how its targets are."""
+    targets = [({"target": one["destino"]}, one) for one in report]
+    attempts = [
+        ("", {**target, "outcome": outcome}, n)
+        for target, one in targets
+        for outcome, n in one["tentativas"].items()
+    ]
+    states = [("", {**target, "state": one["estado"]}, 1) for target, one in targets]
+    flying = [("", target, one["em_voo"]) for target, one in targets]
+    yield "delivery_attempts_total", "counter", "Deliveries by outcome.", attempts
+    yield "delivery_breaker", "gauge", "The state in which a target is.", states
+    yield "delivery_in_flight", "gauge", "Deliveries under way.", flying
+
+
+def labelled(label, values):
+    return [("", {label: key} if label else {}, n) for key, n in values.items()]
+
+
+def buckets(labels, histogram):
+    """The samples of a histogram."""
+    counts = itertools.accumulate(histogram.counts)
+    for bound, count in zip([*histogram.bounds, "+Inf"], counts):
+        yield "_bucket", {**labels, "le": str(bound)}, count
+    yield "_sum", labels, histogram.sum
+    yield "_count", labels, count
+
+
+def exposition(families):
+    """Prometheus's text format, version 0.0.4."""
+    lines = []
+    for name, kind, meaning, samples in families:
+        lines.append(f"# HELP buffer_{name} {meaning}")
+        lines.append(f"# TYPE buffer_{name} {kind}")
+        for ending, labels, number in samples:
+            text = ",".join(f'{k}="{escaped(v)}"' for k, v in labels.items())
+            braces = f"{{{text}}}" if text else ""
+            lines.append(f"buffer_{name}{ending}{braces} {number}")
+    return "\n".join([*lines, ""])
+
+
+def escaped(text):
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
 # The store
 
 # The first five columns are those of the Go program whose files are taken over. It must
@@ -469,6 +583,92 @@ SELECT name
  WHERE name = 'fila_queue'
    AND sql NOT LIKE '%source%'"""
 
+# What has happened since the file was made, as the methods of Store count it, and how
+# many messages there are: name is their status, label their source or nothing. The
+# latter is kept by triggers, so that it is right after a kill -9 and whoever changes a
+# message, the Go program and the sqlite3 shell included. All in one table, because
+# every page that a commit touches is felt by a sender who is alone.
+COUNTERS_TABLE = """
+CREATE TABLE contadores (
+    name  TEXT NOT NULL,
+    label TEXT NOT NULL,
+    n     INTEGER NOT NULL,
+    PRIMARY KEY (name, label)
+) WITHOUT ROWID"""
+COUNT_ALL = """
+INSERT INTO contadores (name, label, n)
+SELECT status, source, sum(n)
+  FROM (SELECT value AS status, '' AS source, 0 AS n
+          FROM json_each('["pendente","processando","processado","erro"]')
+         UNION ALL
+        SELECT status, '', count(*)
+          FROM fila INDEXED BY fila_queue
+         GROUP BY status
+         UNION ALL
+        SELECT status, '', -count(*)
+          FROM fila INDEXED BY fila_source
+         WHERE source IS NOT NULL
+         GROUP BY source, status
+         UNION ALL
+        SELECT status, source, count(*)
+          FROM fila INDEXED BY fila_source
+         WHERE source IS NOT NULL
+         GROUP BY source, status)
+ GROUP BY status, source"""
+COMES = """
+    INSERT INTO contadores (name, label, n)
+    VALUES (new.status, coalesce(new.source, ''), 1)
+        ON CONFLICT (name, label) DO UPDATE SET n = n + 1;"""
+GOES = """
+    UPDATE contadores
+       SET n = n - 1
+     WHERE name = old.status
+       AND label = coalesce(old.source, '');"""
+TRIGGERS = (
+    f"CREATE TRIGGER conta_nova AFTER INSERT ON fila BEGIN {COMES} END",
+    f"CREATE TRIGGER conta_apagada AFTER DELETE ON fila BEGIN {GOES} END",
+    f"""
+CREATE TRIGGER conta_mudada AFTER UPDATE OF status, source ON fila
+  WHEN old.status <> new.status OR old.source IS NOT new.source
+ BEGIN {GOES} {COMES} END""",
+)
+
+# Of each minute of the last hour, what had been counted before its first commit.
+MINUTES_TABLE = """
+CREATE TABLE IF NOT EXISTS minutos (
+    minute   INTEGER PRIMARY KEY,
+    received INTEGER NOT NULL,
+    settled  INTEGER NOT NULL
+)"""
+
+HAPPENED = """
+INSERT INTO contadores (name, label, n)
+VALUES (?, ?, ?)
+    ON CONFLICT (name, label) DO UPDATE SET n = n + excluded.n"""
+
+SO_FAR = """
+SELECT coalesce(sum(iif(name = 'recebidas', n, 0)), 0) AS received,
+       coalesce(sum(iif(name = 'resolvidas', n, 0)), 0) AS settled
+  FROM contadores
+ WHERE name = 'recebidas'
+    OR (name = 'resolvidas' AND label IN ('processado', 'erro'))"""
+
+MINUTE = f"""
+INSERT INTO minutos (minute, received, settled)
+SELECT :minute, received, settled
+  FROM ({SO_FAR})
+ WHERE true
+    ON CONFLICT DO NOTHING"""
+
+COUNTED = "SELECT name, label, n FROM contadores ORDER BY name, label"
+MINUTES = "SELECT minute, received, settled FROM minutos ORDER BY minute"
+
+# Those to come are there after the clock was set back.
+OTHER_HOURS = """
+DELETE FROM minutos
+ WHERE minute <= :minute - 60
+    OR minute > :minute"""
+
 # What the Go program left without lease (it gave ten minutes), size or time of settling,
 # or with a delay of ours; and what has had more attempts than are allowed now.
 ADOPT = (
@@ -507,14 +707,15 @@ UPDATE fila INDEXED BY fila_queue
 WEBHOOK = """
 INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
                   headers)
-SELECT CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?
- WHERE ? IS NULL
-    OR NOT EXISTS (SELECT 1
-                     FROM eventos
-                    WHERE event_id = ?
-                      AND source = coalesce(?, ''))
+VALUES (CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO NOTHING"""
 WEBHOOK_BYTES = WEBHOOK.replace("CAST(? AS TEXT)", "?")
+
+SEEN = """
+SELECT 1
+  FROM eventos
+ WHERE source = coalesce(:source, '')
+   AND event_id = :event_id"""
 
 LEASES_OVER = """
 SELECT id, size
@@ -716,6 +917,34 @@ DELETE FROM eventos
    AND seen_at < :before
 RETURNING id"""
 
+# The first in the queue, and what would join it if somebody claimed now.
+OLDEST = """
+SELECT :epoch - CAST(strftime('%s', min(created_at)) AS INTEGER) AS age
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT *
+                FROM (SELECT id
+                        FROM fila INDEXED BY fila_queue
+                       WHERE status = 'pendente'
+                         AND available_at IS NULL
+                       ORDER BY id
+                       LIMIT 1)
+               UNION ALL
+              SELECT *
+                FROM (SELECT id
+                        FROM fila INDEXED BY fila_queue
+                       WHERE status = 'pendente'
+                         AND available_at <= :now
+                       ORDER BY available_at
+                       LIMIT :limit)
+               UNION ALL
+              SELECT *
+                FROM (SELECT id
+                        FROM fila INDEXED BY fila_lease
+                       WHERE status = 'processando'
+                         AND lease_until <= :now
+                       ORDER BY lease_until
+                       LIMIT :limit))"""
+
 SHIFT = (
     """
 UPDATE fila INDEXED BY fila_lease
@@ -740,6 +969,8 @@ LEVELS = (
         for n in range(1, 5)
     ),
 )
+
+JOINED = contextlib.nullcontext()  # what is done belongs to the transaction around it
 
 
 def utc(timestamp):
@@ -779,6 +1010,13 @@ def without_poison(rows, limit, most):
     return [row for row in lost if row["attempts"] + 1 < most], limit
 
 
+def size_of(path):
+    """A file's bytes, 0 when it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.getsize(path)
+    return 0
+
+
 class Outcome(typing.NamedTuple):
     """What became of a verdict: `status` is the message's now, None when there is none.
 
@@ -815,11 +1053,15 @@ class Store:
             )
         self.path, self.clock = os.path.abspath(path), clock
         self.most, self.backoff = max_attempts, backoff
-        self.used_up = 0  # messages that have gone to erro after their last attempt
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
-        self._depth = 0  # how many transactions are open inside each other
-        self._now = None  # when the outermost began, as text
+        self._at = self._now = None  # when the outermost began: in seconds, as text
+        self._log = []  # (name, label) of each thing that has happened in it
+        self._marks = []  # for each transaction that is open, how long _log was before
+        self._waiting = collections.Counter()  # refusals, until something is written
+        self._minute = None  # the last one of which MINUTE has seen the beginning
+        self._before = self._own = 0  # changes before it; changes that counting made
+        self.commits = Histogram(SECONDS)  # the seconds that those took that wrote
         try:
             with self._alone():
                 self._db = self._connect()
@@ -879,6 +1121,10 @@ class Store:
                 self._run(f"DROP INDEX {row['name']}")
             for statement in INDEXES.split(";"):
                 self._run(statement)
+            self._run(MINUTES_TABLE)
+            if not self._run("PRAGMA table_info(contadores)"):
+                for statement in (COUNTERS_TABLE, COUNT_ALL, *TRIGGERS):
+                    self._run(statement)
             for statement in ADOPT:
                 self._run(statement, now=now, most=self.most)
             self._run(f"PRAGMA user_version = {self.VERSION}")
@@ -914,14 +1160,16 @@ class Store:
     def __enter__(self):
         self._lock.acquire()
         try:
-            if not self._depth:
-                self._now = utc(self.clock())
+            if not self._marks:
+                self._at = self.clock()
+                self._now = utc(self._at)
                 if self._db.in_transaction:  # a rollback has failed
                     self._db.execute("ROLLBACK")
-            elif not self._db.in_transaction:
-                raise sqlite3.OperationalError("the outer transaction was rolled back")
-            self._db.execute(LEVELS[self._depth][0])
-            self._depth += 1
+                self._before = self._db.total_changes
+            else:
+                self._must_be_open()
+            self._db.execute(LEVELS[len(self._marks)][0])
+            self._marks.append(len(self._log))
             return self._now
         except BaseException:
             self._lock.release()
@@ -929,21 +1177,69 @@ class Store:
 
     def __exit__(self, failed, *_):
         try:
-            self._depth -= 1
-            _, commit, rollback = LEVELS[self._depth]
+            mark = self._marks.pop()
+            _, commit, rollback = LEVELS[len(self._marks)]
             try:
                 if not failed:
-                    self._db.execute(commit)
+                    if self._marks:
+                        self._db.execute(commit)
+                    else:
+                        self._commit()
             except BaseException:
                 failed = True
                 raise
             finally:
-                if failed and self._db.in_transaction:  # else SQLite has ended it
-                    self._db.execute(rollback)
-            if self.erased and not self._depth:
+                if failed:
+                    del self._log[mark:]
+                    self._minute = None
+                    if self._db.in_transaction:  # else SQLite has ended it
+                        self._db.execute(rollback)
+            if self.erased and not self._marks:
                 self.erased = not self.checkpoint()
         finally:
             self._lock.release()
+
+    def _must_be_open(self):
+        if not self._db.in_transaction:
+            raise sqlite3.OperationalError("the outer transaction was rolled back")
+
+    def _commit(self):
+        """COMMIT, with what is to be counted, so that both hold or neither. Refusals
+        alone are no reason to write: a scanner must not make the disk busy."""
+        if self._log:
+            self._count(self._waiting)
+            self._count({what: self._log.count(what) for what in set(self._log)})
+        began = time.perf_counter()
+        self._db.execute("COMMIT")
+        if self._db.total_changes != self._before:
+            self.commits.observe(time.perf_counter() - began)
+        if self._log:
+            self._log.clear()
+            self._waiting.clear()
+
+    def _count(self, happened):
+        """Adds to what stands in the file; after MINUTE has seen what stood there."""
+        before, minute = self._db.total_changes, int(self._at // 60)
+        if minute != self._minute:
+            self._run(MINUTE, minute=minute)
+            self._run(OTHER_HOURS, minute=minute)
+            self._minute = minute
+        for (name, label), n in happened.items():
+            self._db.execute(HAPPENED, (name, label, n))
+        self._own += self._db.total_changes - before
+
+    def refused(self, reason):
+        """Counts a refusal. It becomes durable with what is written next."""
+        with self._lock:
+            self._waiting["recusadas", reason] += 1
+
+    def write_refusals(self):
+        """For when nothing else is written."""
+        with self._lock:
+            if self._waiting:
+                with self.transaction():
+                    self._count(self._waiting)
+                self._waiting.clear()
 
     def webhook(
         self,
@@ -962,10 +1258,28 @@ class Store:
         when this source's event is known already.
         """
         sql = WEBHOOK if is_text else WEBHOOK_BYTES
-        with self.transaction() as now:
-            kept = payload, now, len(payload), source, event_id, method, path, query
-            values = *kept, headers, event_id, event_id, source
-            return self._db.execute(sql, values).rowcount > 0
+        # one INSERT undoes itself when it fails: inside a transaction it needs no
+        # savepoint, which would cost 4 % of a webhook
+        with self._lock, JOINED if self._marks else self:
+            self._must_be_open()
+            if event_id and self._run(SEEN, source=source, event_id=event_id):
+                is_new = False
+            else:
+                size, now = len(payload), self._now
+                found = (
+                    payload,
+                    now,
+                    size,
+                    source,
+                    event_id,
+                    method,
+                    path,
+                    query,
+                    headers,
+                )
+                is_new = self._db.execute(sql, found).rowcount > 0
+            self._log.append(("recebidas" if is_new else "duplicadas", source or ""))
+            return is_new
 
     def pegar(self, limit, lease, max_bytes, source=None, in_work=None, without=()):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
@@ -993,6 +1307,7 @@ class Store:
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
             until = utc(math.ceil(self.clock() + lease))
             rows = self._run(PEGAR, ids=json.dumps(ids), now=now, until=until)
+            self._log += [("entregues", "")] * len(rows)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
 
     def lease_ended(self):
@@ -1002,23 +1317,24 @@ class Store:
             rows = self._run(LEASES_OVER, now=now, limit=self.BITE[0])
             values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
             ended = self._run(LEASE_ENDED, now=now, **values)
+            self._log += [("vencidas", "")] * len(ended)
             self._count_used_up(row["status"] for row in ended)
             return len(ended)
 
     def _count_used_up(self, statuses):
         count = list(statuses).count("erro")
-        self.used_up += count
+        self._log += [("esgotadas", "")] * count
         if count:
             log.warning("%d messages have used up their attempts, see erro", count)
 
     def processado(self, ids, attempt=None):
         """Done. Like the other verdicts it takes ids and perhaps the attempt that is
         settled, and returns {id: Outcome}."""
-        return self._settle(PROCESSADO, ids, attempt, "processado")
+        return self._settle("processado", PROCESSADO, ids, attempt, "processado")
 
     def erro(self, ids, attempt=None, reason=None):
         """Failed for good."""
-        return self._settle(ERRO, ids, attempt, "erro", reason=reason)
+        return self._settle("erro", ERRO, ids, attempt, "erro", reason=reason)
 
     def devolver(self, ids, attempt=None, reason=None, delay=None, spared=False):
         """Failed for now: again after `delay` seconds, or after the backoff. Where the
@@ -1026,24 +1342,28 @@ class Store:
         most = 10**9 if spared else self.most
         values = {"most": most, "backoff": self.backoff, "reason": reason}
         values.update(delay=delay, epoch=math.ceil(self.clock()), spared=spared)
-        outcomes = self._settle(DEVOLVER, ids, attempt, "pendente", **values)
-        self._count_used_up(o.status for o in outcomes.values() if not o.refused)
+        with self.transaction():
+            outcomes = self._settle(
+                "devolver", DEVOLVER, ids, attempt, "pendente", **values
+            )
+            self._count_used_up(o.status for o in outcomes.values() if not o.refused)
         return outcomes
 
     def estender(self, ids, attempt=None, lease=600):
         """Still at work: the lease runs `lease` seconds from now."""
         until = utc(math.ceil(self.clock() + lease))
-        return self._settle(ESTENDER, ids, attempt, None, until=until)
+        return self._settle("estender", ESTENDER, ids, attempt, None, until=until)
 
     def reenviar(self, ids, attempt=None):
         """Once more from the start."""
-        return self._settle(REENVIAR, ids, attempt, "pendente")
+        return self._settle("reenviar", REENVIAR, ids, attempt, "pendente")
 
-    def _settle(self, sql, ids, attempt, already, **values):
+    def _settle(self, verdict, sql, ids, attempt, already, **values):
         """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
             values.update(ids=json.dumps(ids), attempt=attempt, now=now)
             settled = {row["id"]: row["status"] for row in self._run(sql, **values)}
+            self._log += [("resolvidas", verdict)] * len(settled)
             rest = json.dumps([id_ for id_ in ids if id_ not in settled])
             known = {row["id"]: row for row in self._run(STATUS, ids=rest)}
         outcomes = {id_: Outcome(None, status) for id_, status in settled.items()}
@@ -1092,7 +1412,48 @@ class Store:
 
     def changes(self):
         """A number that has grown when something was changed through this connection."""
-        return self._db.total_changes
+        return self._db.total_changes - self._own
+
+    def report(self):
+        """What there is to see, without counting rows: see README, "Running it".
+
+        Read in a moment, also from a file that another process is writing to.
+        """
+        with self._lock:
+            epoch = int(self.clock())
+            limit = {"epoch": epoch, "now": utc(epoch), "limit": self.BITE[0]}
+            [[oldest]] = self._run(OLDEST, **limit)
+            counted = {name: {} for name in (*STATUSES, *COUNTERS)}
+            for name, label, n in self._run(COUNTED):
+                counted.setdefault(name, {})[label] = n
+            for (name, label), n in self._waiting.items():
+                counted[name][label] = counted[name].get(label, 0) + n
+            disk = os.statvfs(os.path.dirname(self.path))
+            return {
+                "mensagens": [
+                    {"fonte": source or None, "status": status, "quantidade": n}
+                    for status in STATUSES
+                    for source, n in counted[status].items()
+                ],
+                "mais_antiga": oldest if oldest is None else max(0, oldest),
+                "por_minuto": self._minutes(epoch // 60),
+                "contadores": {name: counted[name] for name in COUNTERS},
+                "arquivo": os.path.getsize(self.path),
+                "wal": size_of(f"{self.path}-wal"),
+                "livre": disk.f_bavail * disk.f_frsize,
+            }
+
+    def _minutes(self, now):
+        """[seconds since the epoch, received, settled] of the last 60 minutes."""
+        before = [*self._run(MINUTES), *self._run(SO_FAR)]
+        found = {
+            this["minute"]: [
+                after[name] - this[name] for name in ("received", "settled")
+            ]
+            for this, after in itertools.pairwise(before)
+        }
+        minutes = range(now - 59, now + 1)
+        return [[60 * minute, *found.get(minute, (0, 0))] for minute in minutes]
 
     def probe(self):
         """Writes a little, to learn whether the file and its disk take it."""
@@ -1113,7 +1474,9 @@ class Store:
         with self.transaction():
             before = utc(self.clock() - days * 86400)
             ids = fitting(self._run(OLD, before=before, limit=limit), limit, 4 << 20)
-            return self._delete(ids)
+            deleted = self._delete(ids)
+            self._log += [("apagadas", "")] * deleted
+            return deleted
 
     def forget(self, days, limit):
         """Forgets event ids seen over `days` ago, of the `limit` oldest; how many."""
@@ -1148,8 +1511,53 @@ class Store:
         """Leaves one tidy file behind."""
         with self._lock:
             with contextlib.suppress(sqlite3.Error):
+                self.write_refusals()
                 self.checkpoint()
             self._db.close()
+
+
+class ReadOnlyStore(Store):
+    """The file as it stands, for looking and copying while the service runs or not."""
+
+    def __init__(self, path, clock=time.time):
+        """StartError when there is no file that the service has opened."""
+        self.path, self.clock = os.path.abspath(path), clock
+        self._lock, self._waiting = threading.RLock(), {}
+        where = f"file:{urllib.parse.quote(self.path)}?mode=ro"
+        try:
+            os.stat(self.path)
+            options = {"uri": True, "isolation_level": None}
+            self._db = sqlite3.connect(where, timeout=self.BUSY, **options)
+            self._db.row_factory = sqlite3.Row
+            self._run("PRAGMA schema_version")
+        except (sqlite3.Error, OSError) as error:
+            raise StartError(f"DB_PATH={path!r} cannot be read: {error}") from error
+
+    def report(self):
+        if not self._run("PRAGMA table_info(contadores)"):
+            raise StartError(f"{self.path}: no buffer.py that counts has opened it yet")
+        return super().report()
+
+    def backup(self, path, progress=None):
+        """Copies all of it to an empty file and checks the copy.
+
+        From one snapshot, which a read transaction holds: without it every commit of the
+        service would start the copy anew. Writers do not wait for it, but the WAL grows
+        meanwhile.
+        """
+        with self._lock, contextlib.closing(sqlite3.connect(path)) as copy:
+            copy.execute("PRAGMA synchronous = OFF")  # the caller syncs once
+            self._run("BEGIN")
+            self._run("SELECT 1 FROM sqlite_master")
+            self._db.backup(copy, pages=1000, progress=progress)
+            self._run("COMMIT")
+            copy.execute("PRAGMA journal_mode = DELETE")  # no -wal beside it, one file
+            found = [row[0] for row in copy.execute("PRAGMA integrity_check")]
+        if found != ["ok"]:
+            raise sqlite3.DatabaseError(f"the copy is damaged: {found[0]}")
+
+    def close(self):
+        self._db.close()
 
 
 # Signatures
@@ -1802,7 +2210,7 @@ def looked_json(row):
     return item_json(row, **more)
 
 
-ANYBODY, SENDER, CONSUMER = "anybody", "sender", "consumer"
+ANYBODY, SENDER, CONSUMER, WATCHER = "anybody", "sender", "consumer", "watcher"
 
 # path, method, handler, who may; the first path that fits decides
 ROUTES = (
@@ -1826,14 +2234,15 @@ ROUTES = (
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
+    ("/metrics", "GET", "metrics", WATCHER),
 )
 
 
 def compiled_routes(routes):
-    """{path: {method: (handler, right)}}, and the paths as patterns."""
+    """{path: {method: (handler, right, name)}}, and the paths as patterns."""
     paths = {}
     for path, method, handler, right in routes:
-        paths.setdefault(path, {})[method] = handler, right
+        paths.setdefault(path, {})[method] = handler, right, f"{method} {path}"
     patterns = []
     for path, methods in paths.items():
         text = path.replace("{rest}", "(?P<rest>.*)")  # it may hold slashes
@@ -1846,7 +2255,7 @@ PATHS, PATTERNS = compiled_routes(ROUTES)
 
 
 def find_methods(path):
-    """({method: (handler, right)} or None, parameters) of a path."""
+    """({method: (handler, right, name)} or None, parameters) of a path."""
     if path in PATHS and "{" not in path:
         return PATHS[path], {}
     for fits, methods in PATTERNS:
@@ -1854,9 +2263,6 @@ def find_methods(path):
         if found:
             return methods, found.groupdict()
     return None, {}
-
-
-STATUSES = ("pendente", "processando", "processado", "erro")
 
 
 class App:
@@ -1875,7 +2281,11 @@ class App:
             for name, source in settings.sources
         }
         senders = settings.token + (settings.webhook_token or ())
-        self.good = {SENDER: senders, CONSUMER: settings.token}  # tokens
+        watchers = settings.token + (settings.metrics_token or ())
+        self.good = {SENDER: senders, CONSUMER: settings.token, WATCHER: watchers}
+        self.delivery = None  # what pushes messages, if something does
+        self.times = {}  # route: Histogram of seconds from complete to answered
+        self.shared = Histogram(NUMBERS)  # requests in one commit
         self.refused = Repeats(logging.WARNING)
         self.trouble = Repeats(logging.ERROR)
         self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
@@ -1884,7 +2294,17 @@ class App:
 
     def __call__(self, environ, start_response):
         """The WSGI application (PEP 3333)."""
-        return self.respond(environ).wsgi(environ, start_response)
+        began = time.monotonic()
+        reply = self.respond(environ)
+        self.answered([environ.get("buffer.route")], time.monotonic() - began)
+        return reply.wsgi(environ, start_response)
+
+    def answered(self, routes, took):
+        """Notes the seconds that requests took, by their routes; None is no route."""
+        for route in set(routes):
+            if route not in self.times:
+                self.times[route] = Histogram(SECONDS)
+            self.times[route].observe(took, routes.count(route))
 
     def respond(self, environ):
         """The reply to a request. It never raises, since others wait for theirs."""
@@ -1903,14 +2323,16 @@ class App:
             return UNAVAILABLE
 
     def route(self, request):
-        """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6)."""
+        """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6).
+
+        environ["buffer.route"] says under which name its time is counted."""
         methods, request.params = find_methods(request.path)
         if methods is None:
             raise Refusal(404, "página não encontrada")
         wanted = "GET" if request.method == "HEAD" else request.method
         if wanted not in methods:
             raise not_allowed(methods)
-        handler, right = methods[wanted]
+        handler, right, request.environ["buffer.route"] = methods[wanted]
         return getattr(self, handler), right
 
     def authorize(self, request, right):
@@ -2095,7 +2517,7 @@ class App:
         outcome = method([id_], **values)[id_]
         if outcome.refused:
             code = 404 if outcome.refused == "unknown" else 409
-            raise Refusal(code, excuse(outcome))
+            raise Refusal(code, excuse(outcome), reason=outcome.refused)
         return Reply.json(b'{"status":"%s"}' % outcome.status.encode())
 
     def settle_many(self, request, status, method, **values):
@@ -2166,6 +2588,19 @@ class App:
         self.store.probe()
         return self.OK
 
+    def metrics(self, request):
+        times = {route or "none": one for route, one in self.times.copy().items()}
+        histograms = (
+            ("request_seconds", "From complete to answered.", "route", times),
+            ("commit_seconds", "Commits that wrote.", "", {"": self.store.commits}),
+            ("commit_requests", "Requests in one commit.", "", {"": self.shared}),
+        )
+        found = [*families(self.store.report(), histograms)]
+        if self.delivery:
+            found += delivery_families(self.delivery.report())
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Reply(200, exposition(found).encode(), kind)
+
     def client(self, environ):
         return client_address(environ, self.settings.trusted_proxy)
 
@@ -2184,11 +2619,13 @@ class App:
         line = "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
+        self.store.refused(reason)
         return refusal.reply
 
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
         self.trouble("storage", "answering 503, storage trouble: %s", error)
+        self.store.refused("storage")
         return UNAVAILABLE
 
 
@@ -3080,6 +3517,7 @@ class Housekeeper(threading.Thread):
             for bite in (self.store.lease_ended, purge, forget, shrink):
                 while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
                     bites -= 1
+            self.store.write_refusals()
             self.store.checkpoint()
         except sqlite3.Error as error:
             self.trouble(str(error), "housekeeping will try again: %s", error)
@@ -3296,22 +3734,26 @@ class Rounds:
         self.closing = False  # the server stops, and connections end with their answer
         self._numbers = itertools.count()
         self._changes = 0
+        self._began = 0  # when the first of `waiting` was complete
 
     def add_task(self, channel):
+        if not self.waiting:
+            self._began = time.monotonic()
         self.waiting.append(channel)
 
     def answer(self, look=False):
         """Answers what waits; with `look` also what a change of time has made due."""
         asked, self.waiting = [c for c in self.waiting if c.connected], []
-        delivery = self.delivery
+        delivery, began, commits = self.delivery, self._began, self.app.store.commits
         due = delivery and delivery.due(look)
         if not asked and not due and not (look and self.parked):
             return
         woken = []
         for channel in asked:
-            channel.reply = None
+            channel.reply, channel.environ = None, {}
         try:
             with self.app.store.transaction():
+                before = commits.sum
                 for channel in asked:
                     channel.reply = self.reply(channel)
                     if (
@@ -3321,6 +3763,8 @@ class Rounds:
                 if delivery:
                     delivery.turn(look, quiet=not asked)
                 woken = self.wake([c for c in asked if c.wait_for], look)
+            if commits.sum > before:
+                self.app.shared.observe(len(asked))
         except sqlite3.Error as error:
             failure = self.app.failed(error)
             for channel in asked + woken:
@@ -3337,6 +3781,10 @@ class Rounds:
                 channel.park()
             else:
                 channel.answer()
+        # counted from when the first of them was complete: too long for the others, by
+        # less than it took to read them; those that wait want to wait
+        routes = [c.environ.get("buffer.route") for c in asked if not c.wait_for]
+        self.app.answered(routes, time.monotonic() - began)
 
     def reply(self, channel):
         request = channel.requests[0]
@@ -3344,10 +3792,10 @@ class Rounds:
             environ = WSGITask(channel, request).get_environment()
         else:
             environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": channel.addr[0]}
+        channel.environ = environ
         if not request.error:
             if self.room > 0 and not self.closing:
                 environ["buffer.wait"] = "later"
-            channel.environ = environ
             return self.app.respond(environ)
         code = request.error.code
         if code not in PARSER_REFUSALS:
@@ -3638,7 +4086,8 @@ def start_log(settings):
     logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
     logging.getLogger("waitress").setLevel(logging.ERROR)
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # Relay says what is wrong
-    for token in settings.token + (settings.webhook_token or ()):
+    others = (settings.webhook_token or ()) + (settings.metrics_token or ())
+    for token in settings.token + others:
         if len(token) < 16:
             log.warning("a token is shorter than 16 characters and can be guessed")
 
@@ -3673,30 +4122,106 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         prog="buffer.py",
         description="A webhook buffer: senders are answered at once, consumers take "
-        "their time.",
+        "their time. Without a command it runs the service.",
         epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(run=run_service)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for run, name in ((show_status, "status"), (make_backup, "backup")):
+        about, _, more = run.__doc__.partition("\n\n")
+        command = commands.add_parser(name, help=about, description=about + more)
+        command.set_defaults(run=run)
+        if run is make_backup:
+            command.add_argument("file", metavar="FILE", help="must not be there yet")
     return parser.parse_args(argv)
 
 
-def main(argv=None):
-    """Runs the service; the exit status."""
-    parse_arguments(argv)
+def configured_file():
+    """What the commands read: DB_PATH; they need no other setting."""
+    found = {"DB_PATH": os.environ.get("DB_PATH")}
+    return ReadOnlyStore(read_settings(Settings, found)["db_path"])
+
+
+def show_status(_):
+    """Shows what is in the file of DB_PATH.
+
+    The same as GET /metrics, whether the service runs or not. It changes nothing.
+    """
+    with contextlib.closing(configured_file()) as store:
+        print(status_table(store.report()))
+
+
+def status_table(report):
+    """What /metrics tells of the file, for a person."""
+    rows = collections.defaultdict(dict)
+    for row in report["mensagens"]:
+        rows[row["fonte"] or "-"][row["status"]] = row["quantidade"]
+    table = [("source", *STATUSES)]
+    table += [(name, *(n.get(s, 0) for s in STATUSES)) for name, n in rows.items()]
+    age, minutes = report["mais_antiga"], report["por_minuto"]
+    facts = [("oldest due", "none" if age is None else f"{age} s")]
+    for at, name in ((1, "received"), (2, "settled")):
+        last = [minute[at] for minute in minutes]
+        facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
+    for key, name in ("arquivo", "database"), ("wal", "WAL"), ("livre", "disk free"):
+        facts.append((name, f"{report[key] / (1 << 20):.1f} MiB"))
+    for key, (name, *_) in COUNTERS.items():
+        for label, n in report["contadores"][key].items() or [("", 0)]:
+            facts.append((f"{name} {label}".strip(), n))
+    return f"{aligned(table)}\n\n{aligned(facts)}"
+
+
+def aligned(rows):
+    """Lines with columns."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(map("{:<{}}".format, row, widths)).rstrip() for row in rows
+    )
+
+
+def make_backup(arguments):
+    """Copies the file of DB_PATH, also while the service runs.
+
+    The copy is checked, is one file, and holds what was on disk when it began. Nothing
+    is ever overwritten.
+    """
+    target = os.path.abspath(arguments.file)
+    if os.path.lexists(target):
+        raise StartError(f"{target} is there already")
     try:
-        if BaseWSGIServer is object:  # the import above has failed
-            hint = "pip install -U waitress, or apt install python3-waitress"
-            raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
-        settings = Settings.read(os.environ)
-        start_log(settings)
-        clock = SteadyClock()
-        store = open_store(settings, clock)
-        app, delivery = App(settings, store), open_delivery(settings, store)
-        server = Server(settings, app, listen(settings.addr), clock, delivery)
-    except StartError as error:
-        print(f"buffer.py: {error}", file=sys.stderr)
-        return error.status
+        beside = tempfile.TemporaryDirectory(dir=os.path.dirname(target))
+        with beside as folder, contextlib.closing(configured_file()) as store:
+            draft = os.path.join(folder, "copy")
+            store.backup(draft, show_progress if sys.stderr.isatty() else None)
+            os.chmod(draft, 0o600)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))  # the name is ours
+            os.replace(draft, target)
+    except (sqlite3.Error, OSError) as error:
+        raise StartError(f"no backup: {error}") from error
+    print(f"{target}: {os.path.getsize(target)} bytes, checked")
+
+
+def show_progress(_, remaining, total):
+    percent = 100 - 100 * remaining // max(total, 1)
+    end = "" if remaining else "; checking\n"
+    print(f"\r{percent} %", end=end, file=sys.stderr, flush=True)
+
+
+def run_service(_):
+    if BaseWSGIServer is object:  # the import above has failed
+        hint = "pip install -U waitress, or apt install python3-waitress"
+        raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
+    settings = Settings.read(os.environ)
+    start_log(settings)
+    clock = SteadyClock()
+    store = open_store(settings, clock)
+    app = App(settings, store)
+    app.delivery = delivery = open_delivery(settings, store)
+    server = Server(settings, app, listen(settings.addr), clock, delivery)
     housekeeper = Housekeeper(settings, store)
     housekeeper.start()
     where = ", ".join(server.addresses())
@@ -3707,7 +4232,18 @@ def main(argv=None):
     housekeeper.stop()
     store.close()
     log.info("stopped")
-    return 0
+
+
+def main(argv=None):
+    """The command line; the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except StartError as error:
+        print(f"buffer.py: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130  # as a shell calls an end by SIGINT
 
 
 if __name__ == "__main__":

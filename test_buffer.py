@@ -426,6 +426,14 @@ class StoreTest(Case):
             ("LIST", queue),
             ("LIST_DELAYED", "COVERING INDEX fila_delayed (id>?)"),
             ("OLD", "COVERING INDEX fila_settled (settled_at<?)"),
+            ("OLDEST", queue),
+            ("OLDEST", "COVERING INDEX fila_queue (status=? AND available_at<?)"),
+            ("OLDEST", "COVERING INDEX fila_lease (lease_until<?)"),
+            ("OLDEST", by_id),
+            (
+                "SEEN",
+                "COVERING INDEX sqlite_autoindex_eventos_1 (source=? AND event_id=?)",
+            ),
             ("DUE of a source", source),
             ("LIST of a source", source),
             ("DELAYS_OVER of a source", source),
@@ -466,6 +474,7 @@ class StoreTest(Case):
             self.store._db = Faulty(good, part)
             with contextlib.suppress(sqlite3.Error), self.store.transaction():
                 self.store.webhook(b"{}")
+                self.store.lease_ended()
             self.store._db = good
             with ThreadPoolExecutor(1) as other:
                 other.submit(self.store.webhook, b"after").result(5)
@@ -580,6 +589,15 @@ class GoProgramsFileTest(Case):
         self.assertEqual([], self.claim())
         self.clock.now += 1
         self.assertEqual([4], [item["id"] for item in self.claim()])
+
+    def test_its_messages_are_counted_and_those_it_adds(self):
+        self.old("INSERT INTO fila (payload) VALUES ('from the old program')")
+        found = {
+            row["status"]: row["quantidade"] for row in self.store.report()["mensagens"]
+        }
+        self.assertEqual(
+            {"pendente": 3, "processando": 2, "processado": 1, "erro": 0}, found
+        )
 
     def test_text_that_is_not_utf8_does_not_spoil_the_claim(self):
         item = self.claim()[-1]
@@ -2013,7 +2031,8 @@ class ReasonsTest(QueueCase):
         self.clock.now += 600
         self.store.lease_ended()
         self.assertIn("resolvido_em", self.get("/fila/1"))
-        self.assertEqual(1, self.store.used_up)
+        esgotadas = self.store.report()["contadores"]["esgotadas"]
+        self.assertEqual({"": 1}, esgotadas)
         self.assertIn("1 messages have used up their attempts", self.logged())
 
     def test_what_a_consumer_said_is_kept_until_a_replay(self):
@@ -2634,6 +2653,10 @@ class Model:
                 lost = max(0, row["lost"])
                 self.test.assertEqual(self.messages[row["id"]]["lost"], lost)
         self.test.assertEqual(ours, theirs)
+        counted = collections.Counter(m["status"] for m in self.messages.values())
+        for row in self.test.store.report()["mensagens"]:
+            counted[row["status"]] -= row["quantidade"]
+        self.test.assertEqual(set(), {n for n in counted.values() if n})
 
 
 class ModelTest(QueueCase):
@@ -2846,8 +2869,16 @@ class LongPollTest(Loop):
         clients = [self.wait(f"?espera=60&limite={n + 1}") for n in range(200)]
         polled = len(self.server.map)
         self.assertLess(polled, 10)  # the loop does not look at them
-        self.assertLess(statements(), alone + 25)
+        self.assertLess(statements(), alone + 50)
         self.assertEqual(1, sum(self.items(client) is not None for client in clients))
+
+    def test_what_is_counted_is_no_news_for_them(self):
+        self.wait("?espera=60&fonte=nobody")
+        with mock.patch.object(self.store, "pegar", wraps=self.store.pegar) as pegar:
+            self.ask(http_post())
+            asked = pegar.call_count
+            self.ask(http_post(path="/fila/1/nada"))  # changes nothing
+            self.assertEqual((1, 1), (asked, pegar.call_count))
 
     def test_too_many_are_answered_at_once(self):
         self.server.rounds.room = 2
@@ -2957,6 +2988,326 @@ class HealthTest(Case):
         for part in ("BEGIN", "user_version", "COMMIT"):
             self.store._db = Faulty(good, part)
             self.assertEqual(503, self.call("GET", "/health", token=None)[0])
+
+
+class CountersTest(SourceCase, QueueCase):
+    """What is counted is in the file, with what is counted in the same commit."""
+
+    settings = (*SourceCase.settings, ("MAX_ATTEMPTS", "2"))
+
+    def event(self, id_):
+        body = json.dumps({"id": id_}).encode()
+        self.assertEqual(200, self.signed("/webhook/stripe", body, self.stripe(body)))
+
+    def counted(self, name):
+        return self.store.report()["contadores"][name]
+
+    def test_each_thing_by_its_name(self):
+        self.send()
+        self.send()
+        for _ in range(2):
+            self.event("evt_1")
+        self.call("POST", "/webhook", b"{}", token="wrong")
+        self.claim()
+        self.settle(1, "processado")
+        self.settle(1, "processado")  # changes nothing
+        self.settle(2, "devolver?em=0")
+        self.clock.now += 600
+        self.claim()  # the lease of 3 has ended
+        self.clock.now += 8 * 86400
+        buffer.Housekeeper(self.configured, self.store).tidy()
+        expected = {
+            "recebidas": {"": 2, "stripe": 1},
+            "duplicadas": {"stripe": 1},
+            "recusadas": {"token": 1},
+            "entregues": {"": 4},
+            "resolvidas": {"processado": 1, "devolver": 1},
+            "vencidas": {"": 2},
+            "esgotadas": {"": 1},
+            "apagadas": {"": 1},
+        }
+        self.maxDiff = None
+        found = self.store.report()["contadores"]
+        self.assertEqual(expected, found)
+
+    def test_what_is_undone_is_not_counted(self):
+        with self.store.transaction():
+            self.store.webhook(b"kept")
+            with contextlib.suppress(ValueError), self.store.transaction():
+                self.store.webhook(b"undone")
+                raise ValueError
+        good, self.store._db = self.store._db, Faulty(self.store._db, "COMMIT")
+        with self.assertRaises(sqlite3.Error):
+            self.store.webhook(b"lost")
+        self.store._db = good
+        self.store.webhook(b"kept")
+        self.assertEqual({"": 2}, self.counted("recebidas"))
+        self.assertMessages()
+
+    def assertMessages(self):
+        """The kept numbers are what counting gives."""
+        sql = "SELECT source, status, count(*) FROM fila GROUP BY 1, 2"
+        found = {tuple(row.values()) for row in self.store.report()["mensagens"]}
+        self.assertEqual(set(map(tuple, self.rows(sql))), {f for f in found if f[2]})
+
+    def test_messages_are_right_whoever_changes_them(self):
+        for _ in range(5):
+            self.send()
+        self.event("evt_1")
+        self.claim("?limite=2")
+        with contextlib.closing(sqlite3.connect(self.configured.db_path)) as shell:
+            shell.executescript("""
+                INSERT INTO fila (payload) VALUES ('by hand');
+                INSERT INTO fila (payload, source) VALUES ('by hand', 'new');
+                UPDATE fila SET status = 'erro' WHERE id = 3;
+                UPDATE fila SET source = 'moved' WHERE id = 4;
+                DELETE FROM fila WHERE id IN (1, 5)""")
+        self.assertMessages()
+
+    def test_refusals_alone_write_nothing(self):
+        wal = pathlib.Path(f"{self.configured.db_path}-wal")
+        before = wal.read_bytes()
+        for _ in range(100):
+            self.call("POST", "/webhook", b"{}", token="wrong")
+        self.assertEqual(before, wal.read_bytes())
+        self.assertEqual({"token": 100}, self.counted("recusadas"))
+
+    def test_refusals_ride_along_with_what_is_written_next(self):
+        refused = "SELECT n FROM contadores WHERE label = 'token'"
+        for total, write in enumerate((self.send, self.store.write_refusals), 1):
+            self.call("POST", "/webhook", b"{}", token="wrong")
+            good, self.store._db = self.store._db, Faulty(self.store._db, "COMMIT")
+            with contextlib.suppress(sqlite3.Error, AssertionError):
+                write()
+            self.store._db = good
+            write()
+            self.assertEqual(total, self.rows(refused)[0]["n"])
+        self.call("POST", "/webhook", b"{}", token="wrong")
+        self.store.close()
+        self.assertEqual(3, self.rows(refused)[0]["n"])
+        self.open()
+        self.assertEqual(3, self.counted("recusadas")["token"])
+
+    def test_reasons_are_few(self):
+        self.send()
+        for attempt in range(100):
+            self.store._run("UPDATE fila SET attempts = :n", n=attempt)
+            self.call("POST", f"/fila/1/erro?tentativa={attempt + 1}")
+            self.call("GET", f"/{attempt}")
+        self.assertEqual([100, 100], [*self.counted("recusadas").values()])
+
+    def test_the_minutes_of_the_last_hour(self):
+        minute = self.clock.now // 60 * 60
+        for later, times in ((0, 3), (60, 1), (300, 2)):
+            self.clock.now = minute + later
+            for _ in range(times):
+                self.send()
+        self.claim()
+        self.settle(1, "processado")
+        self.settle(2, "erro")
+        self.settle(3, "devolver")
+        self.clock.now = minute + 330
+        minutes = self.store.report()["por_minuto"]
+        self.assertEqual(60, len(minutes))
+        self.assertEqual([minute + 300 - 59 * 60, 0, 0], minutes[0])
+        found = {at - minute: counts for at, *counts in minutes if any(counts)}
+        self.assertEqual({0: [3, 0], 60: [1, 0], 300: [2, 2]}, found)
+        self.clock.now = minute + 3600
+        self.send()
+        minutes = self.store.report()["por_minuto"]
+        self.assertEqual((1, 2), (minutes[0][1], minutes[4][1]))
+        self.assertLessEqual(len(self.rows("SELECT * FROM minutos")), 60)
+
+    def test_a_minute_whose_first_commit_fails_begins_with_the_next(self):
+        self.send()
+        self.clock.now += 60
+        good, self.store._db = self.store._db, Faulty(self.store._db, "COMMIT")
+        self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+        self.store._db = good
+        self.send()
+        minutes = self.store.report()["por_minuto"]
+        self.assertEqual([1, 1], [received for _, received, _ in minutes[-2:]])
+
+    def test_a_minute_is_counted_once_by_two_processes(self):
+        other = buffer.open_store(self.configured, self.clock)
+        self.addCleanup(other.close)
+        for _ in range(3):
+            self.store.webhook(b"{}")
+            other.webhook(b"{}")
+        self.assertEqual(6, other.report()["por_minuto"][-1][1])
+
+    def test_the_minutes_bear_a_clock_that_is_set_back(self):
+        self.send()
+        self.clock.now -= 7200
+        self.send()
+        minutes = self.store.report()["por_minuto"]
+        self.assertEqual(1, sum(received for _, received, _ in minutes))
+
+    def test_the_oldest_that_is_due(self):
+        def oldest():
+            return self.store.report()["mais_antiga"]
+
+        self.assertIsNone(oldest())
+        self.send()
+        self.clock.now += 10
+        self.send()
+        self.clock.now += 10
+        self.assertEqual(20, oldest())
+        self.claim("?limite=1")
+        self.assertEqual(10, oldest())  # one in work does not count
+        self.settle(2, "processado")
+        self.assertIsNone(oldest())
+        self.clock.now += 600
+        self.assertEqual(620, oldest())  # its lease is over, though nobody has claimed
+        self.claim()
+        self.settle(1, "erro")
+        self.settle(1, "reenviar")
+        self.claim()
+        self.settle(1, "devolver?em=100")
+        self.assertIsNone(oldest())
+        self.clock.now += 100
+        self.assertEqual(720, oldest())
+
+    def test_looking_costs_the_same_however_many_there_are(self):
+        def steps():
+            count = itertools.count()
+            self.store._db.set_progress_handler(lambda: next(count) and 0, 1)
+            self.store.report()
+            self.store._db.set_progress_handler(None, 1)
+            return next(count)
+
+        self.send()
+        few = steps()
+        with self.store.transaction():
+            for _ in range(2000):
+                self.store.webhook(b"{}")
+        self.assertLess(steps(), few + 50)
+
+
+class MetricsTest(QueueCase):
+    settings = (("METRICS_TOKEN", "watcher"),)
+    FAMILY = re.compile(
+        r"# HELP (\w+) [^\n]+\n# TYPE \1 (counter|gauge|histogram)\n"
+        r'((?:\1(?:_bucket|_sum|_count)?(?:\{(?:\w+="(?:[^"\\\n]|\\[\\n"])*",?)+\})?'
+        r" -?[0-9.e+-]+\n)*)"
+    )
+
+    def metrics(self):
+        status, text = self.call("GET", "/metrics")
+        self.assertEqual(200, status)
+        self.assertIn("version=0.0.4", self.answered["Content-Type"])
+        self.assertEqual("", self.FAMILY.sub("", text))
+        return text
+
+    def everything(self):
+        """The text when there is something of all."""
+        attempts = {"ok": 2, 'an "odd"\nname\\': 1}
+        one = {"destino": "x", "estado": "aberto", "em_voo": 1, "tentativas": attempts}
+        self.app.delivery = mock.Mock(report=lambda: [one])
+        self.send()
+        self.call("POST", "/webhook", b"{}", token="wrong")
+        self.store.webhook(b"{}", source='a "b" \\\n', event_id="1")
+        self.store.webhook(b"{}", source='a "b" \\\n', event_id="1")
+        self.claim()
+        self.settle(1, "processado")
+        return self.metrics()
+
+    def test_rights(self):
+        for token, status in ((TOKEN, 200), ("watcher", 200), ("wrong", 401)):
+            self.assertEqual(status, self.call("GET", "/metrics", token=token)[0])
+        for url in ("/webhook", "/fila/pegar"):
+            answer = self.call("POST", url, b"{}", token="watcher")
+            self.assertEqual(401, answer[0])
+
+    def test_numbers(self):
+        text = self.everything()
+        for line in (
+            'buffer_messages{source="",status="processado"} 1',
+            'buffer_messages{source="",status="erro"} 0',
+            'buffer_received_total{source=""} 1',
+            'buffer_refused_total{reason="token"} 1',
+            'buffer_settled_total{verdict="processado"} 1',
+            "buffer_claimed_total 2",
+            'buffer_request_seconds_count{route="POST /webhook"} 2',
+            f'buffer_info{{version="{buffer.__version__}",python="',
+            'buffer_received_total{source="a \\"b\\" \\\\\\n"} 1',
+            'buffer_delivery_attempts_total{target="x",outcome="ok"} 2',
+            'buffer_delivery_breaker{target="x",state="aberto"} 1',
+        ):
+            self.assertIn(f"\n{line}", text)
+
+    def test_prometheus_own_parser(self):
+        parser = library(self, "prometheus_client.parser")
+        text = self.everything()
+        families = list(parser.text_string_to_metric_families(text))
+        self.assertEqual(len(families), text.count("# TYPE"))
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        self.assertEqual(1, samples["buffer_received_total", 'a "b" \\\n'])
+
+    def test_a_path_of_a_stranger_is_no_label(self):
+        self.call("GET", "/secret-path")
+        self.call("GET", "/fila/77")
+        text = self.metrics()
+        self.assertNotIn("secret", text)
+        self.assertIn('route="none"', text)
+        self.assertIn('route="GET /fila/{id}"', text)
+
+    def test_readme_has_each_family(self):
+        readme = (HERE / "README.md").read_text()
+        for name in re.findall("# TYPE (\\w+)", self.everything()):
+            self.assertTrue(re.search(rf"\| `{name}", readme), name)
+
+    def test_a_histogram_counts_up_to_each_bound(self):
+        histogram = buffer.Histogram((1, 10))
+        for value in (0.5, 1, 1.5, 11):
+            histogram.observe(value)
+        found = list(buffer.buckets({}, histogram))
+        self.assertEqual([2, 3, 4, 14, 4], [number for *_, number in found])
+
+
+class TimesTest(Loop):
+    """How long requests and commits take, as the loop sees it."""
+
+    def setUp(self):
+        super().setUp()
+        self.before = sum(self.store.commits.counts)
+
+    def test_all_of_a_round_share_a_commit(self):
+        clients = [self.client(http_post()) for _ in range(5)]
+        self.turn(2)
+        self.assertTrue(all(map(self.heard, clients)))
+        self.assertEqual(
+            [0, 0, 1], self.app.shared.counts[:3]
+        )  # one commit of up to 10
+        self.assertEqual(self.before + 1, sum(self.store.commits.counts))
+        self.assertEqual(5, sum(self.app.times["POST /webhook"].counts))
+
+    def test_a_round_that_writes_nothing_is_no_commit(self):
+        self.ask(http_post(token="wrong"))
+        self.ask(http_post(b"", path="/fila/pegar"))
+        self.assertEqual(self.before, sum(self.store.commits.counts))
+        self.assertEqual(0, sum(self.app.shared.counts))
+
+    def test_the_time_is_until_after_the_commit(self):
+        ticks = itertools.count()
+        client = self.client(http_post())
+        self.turn()  # accepts
+        with mock.patch("buffer.time.monotonic", lambda: next(ticks) / 2):
+            self.store._db.set_trace_callback(
+                lambda sql: sql == "COMMIT" and next(ticks)
+            )
+            self.turn()
+        self.assertIsNotNone(self.heard(client))
+        self.assertGreaterEqual(self.app.times["POST /webhook"].sum, 1)
+
+    def test_those_that_want_to_wait_are_not_slow(self):
+        self.client(http_post(b"", path="/fila/pegar?espera=60"))
+        self.turn(3)
+        self.assertNotIn("POST /fila/pegar", self.app.times)
 
 
 class TroubleTest(Case):
@@ -4265,6 +4616,12 @@ class HousekeepingTest(Case):
         self.housekeeper.tidy()
         self.assertEqual("pendente", self.rows()[0]["status"])
 
+    def test_refusals_are_written_down_though_nothing_else_happens(self):
+        self.call("POST", "/webhook", b"{}", token="wrong")
+        self.housekeeper.tidy()
+        [row] = self.rows("SELECT * FROM contadores WHERE name = 'recusadas'")
+        self.assertEqual(("token", 1), (row["label"], row["n"]))
+
     def history(self, count, payload):
         with self.store.transaction():
             for _ in range(count):
@@ -4852,6 +5209,172 @@ class StartTest(unittest.TestCase):
         self.assertIn('"waitress>=2.1.2"', block["content"])
 
 
+class StatusTest(Case):
+    """python buffer.py status: reads the file, and needs no token."""
+
+    def status(self, path=None):
+        return run("status", DB_PATH=path or self.configured.db_path)
+
+    def test_while_the_service_runs_and_after(self):
+        for n in range(3):
+            self.send(b"%d" % n)
+        self.claim("?limite=1")
+        self.settle(1, "processado")
+        for _ in range(2):
+            done = self.status()
+            self.assertEqual((0, ""), (done.returncode, done.stderr))
+            self.assertRegex(done.stdout, r"source +pendente +processando +processado")
+            self.assertRegex(done.stdout, r"(?m)^- +2 +0 +1 +0$")
+            self.assertRegex(done.stdout, r"(?m)^settled processado +1$")
+            self.assertRegex(done.stdout, r"(?m)^database +[0-9.]+ MiB$")
+            self.store.close()
+
+    def test_it_changes_nothing(self):
+        self.send()
+        self.store.close()
+        before = pathlib.Path(self.configured.db_path).read_bytes()
+        self.status()
+        self.assertEqual(before, pathlib.Path(self.configured.db_path).read_bytes())
+
+    def test_a_file_that_is_not_there_is_one_line_and_is_not_made(self):
+        done = self.status(self.folder / "none" / "b.sqlite")
+        self.assertEqual(
+            (1, "", 1), (done.returncode, done.stdout, done.stderr.count("\n"))
+        )
+        self.assertIn("none/b.sqlite", done.stderr)
+        self.assertFalse((self.folder / "none").exists())
+
+    def test_a_file_without_counters_is_one_line(self):
+        path = self.folder / "old.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.executescript(GoProgramsFileTest.OLD)
+        done = self.status(path)
+        self.assertEqual(1, done.returncode)
+        self.assertRegex(done.stderr, r"\Abuffer.py: .*no buffer.py that counts.*\n\Z")
+
+    def test_what_is_no_database_is_one_line(self):
+        path = self.folder / "text"
+        path.write_text("not a database" * 100)
+        self.assertRegex(self.status(path).stderr, r"\Abuffer.py: .*not a database\n\Z")
+
+    def test_the_commands_have_help(self):
+        for command in ("status", "backup"):
+            done = run(command, "--help")
+            self.assertEqual(0, done.returncode)
+            self.assertIn(f"buffer.py {command}", done.stdout)
+            self.assertIn(command, run("--help").stdout)
+
+
+class BackupTest(Case):
+    """python buffer.py backup FILE"""
+
+    def setUp(self):
+        super().setUp()
+        self.copy = self.folder / "copies" / "b.sqlite"
+        self.copy.parent.mkdir()
+
+    def backup(self, path=None, **environ):
+        environ = {"DB_PATH": self.configured.db_path, **environ}
+        return run("backup", str(path or self.copy), **environ)
+
+    def assertNone(self, done, pattern):
+        """It has failed in one line and left nothing behind."""
+        self.assertEqual((1, ""), (done.returncode, done.stdout))
+        self.assertRegex(done.stderr, rf"\Abuffer.py: .*{pattern}.*\n\Z")
+        self.assertEqual([], os.listdir(self.copy.parent))
+
+    def test_the_copy_is_one_file_with_what_was_in_the_wal(self):
+        self.send(b"first")
+        self.assertEqual(0, os.path.getsize(self.configured.db_path) // (1 << 20))
+        done = self.backup()
+        self.assertEqual((0, ""), (done.returncode, done.stderr))
+        self.assertEqual(["b.sqlite"], os.listdir(self.copy.parent))
+        self.assertEqual(0o600, stat.S_IMODE(self.copy.stat().st_mode))
+        self.assertEqual(0, run("status", DB_PATH=self.copy).returncode)
+        self.assertEqual(["b.sqlite"], os.listdir(self.copy.parent))
+        self.open(DB_PATH=str(self.copy))
+        self.assertEqual(["first"], [item["payload"] for item in self.claim()])
+
+    def test_nothing_is_overwritten(self):
+        self.copy.write_text("precious")
+        done = self.backup()
+        self.assertEqual(1, done.returncode)
+        self.assertIn("is there already", done.stderr)
+        self.assertEqual("precious", self.copy.read_text())
+        self.assertEqual(["b.sqlite"], os.listdir(self.copy.parent))
+
+    def test_nor_what_comes_while_it_copies(self):
+        def another(_, remaining, total):
+            self.copy.write_text("precious")
+
+        arguments = mock.Mock(file=str(self.copy))
+        with (
+            mock.patch.dict(os.environ, DB_PATH=self.configured.db_path),
+            mock.patch("buffer.show_progress", another),
+            mock.patch("sys.stderr.isatty", lambda: True, create=True),
+            self.assertRaisesRegex(buffer.StartError, "File exists"),
+        ):
+            buffer.make_backup(arguments)
+        self.assertEqual("precious", self.copy.read_text())
+        self.assertEqual(["b.sqlite"], os.listdir(self.copy.parent))
+
+    def test_what_fails_leaves_nothing(self):
+        self.assertNone(self.backup(DB_PATH=self.folder / "none"), "No such file")
+        self.assertNone(self.backup(self.copy.parent / "x" / "y"), "No such file")
+        text = self.folder / "text"
+        text.write_text("not a database" * 100)
+        self.assertNone(self.backup(DB_PATH=text), "not a database")
+
+    def test_a_damaged_file_gives_no_copy(self):
+        for _ in range(100):
+            self.send(b"x" * 3000)
+        self.store.close()
+        with open(self.configured.db_path, "r+b") as file:
+            file.seek(4096 * 20)
+            file.write(b"\xff" * 4096 * 20)
+        self.assertNone(self.backup(), "no backup: .*malformed")
+
+    def test_nor_does_one_that_contradicts_itself(self):
+        self.send()
+        self.store._run("PRAGMA writable_schema = ON")
+        self.store._run(
+            "UPDATE sqlite_master SET sql = replace(sql, 'reason TEXT', 'reason TEXT NOT NULL')"
+        )
+        self.store.close()
+        self.assertNone(self.backup(), "no backup: the copy is damaged: NULL value")
+
+    def test_it_ends_though_every_step_meets_a_commit(self):
+        with self.store.transaction():
+            for _ in range(3000):
+                self.store.webhook(b"x" * 4000)
+        steps = []
+
+        def write(_, remaining, total):
+            steps.append(remaining)
+            if len(steps) < 50:
+                self.store.webhook(b"written meanwhile")
+
+        self.copy.touch()
+        source = buffer.ReadOnlyStore(self.configured.db_path)
+        with contextlib.closing(source):
+            source.backup(self.copy, write)
+        self.assertGreater(len(steps), 2)
+        self.assertEqual(sorted(set(steps), reverse=True), steps)  # never anew
+        self.assertEqual([(3000,)], rows(self.copy, "SELECT count(*) FROM fila"))
+
+    def test_after_ctrl_c_nothing_is_left(self):
+        fill(self.folder / "big.sqlite", 50_000)
+        env = {**os.environ, "DB_PATH": str(self.folder / "big.sqlite")}
+        command = [sys.executable, str(HERE / "buffer.py"), "backup", str(self.copy)]
+        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE) as process:
+            while not list(self.copy.parent.glob("*/copy")):
+                self.assertIsNone(process.poll())
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(b"", process.stderr.read())
+        self.assertEqual(130, process.returncode)
+        self.assertEqual([], os.listdir(self.copy.parent))
+
+
 class ServiceTest(unittest.TestCase):
     def test_a_round_trip(self):
         with Service() as service:
@@ -4869,6 +5392,29 @@ class ServiceTest(unittest.TestCase):
             service.stop(signal.SIGKILL)
             service.start()
             self.assertEqual(1, len(json.loads(service.call("POST", "/fila/pegar")[2])))
+
+    def test_the_metrics_outlive_a_kill_and_see_another_process(self):
+        with Service() as service:
+            for n in range(5):
+                service.call("POST", "/webhook", b"%d" % n)
+            service.call("POST", "/fila/pegar?limite=2")
+            service.call("POST", "/fila/1/processado")
+            service.stop(signal.SIGKILL)
+            table = run("status", DB_PATH=service.db).stdout
+            self.assertRegex(table, r"(?m)^- +3 +1 +1 +0$")
+            service.start()
+            with contextlib.closing(sqlite3.connect(service.db)) as shell, shell:
+                shell.execute("UPDATE fila SET status = 'erro' WHERE id = 5")
+            text = service.call("GET", "/metrics")[2].decode()
+            for line in (
+                'buffer_messages{source="",status="erro"} 1',
+                'buffer_messages{source="",status="pendente"} 2',
+                'buffer_messages{source="",status="processando"} 1',
+                'buffer_messages{source="",status="processado"} 1',
+                'buffer_received_total{source=""} 5',
+                "buffer_claimed_total 2",
+            ):
+                self.assertIn(f"{line}\n", text)
 
     def test_a_unix_socket(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -5868,9 +6414,13 @@ class Constant:
 
     def __init__(self):
         self.store = self
+        self.commits = self.shared = buffer.Histogram(())
 
     def respond(self, environ):
         return buffer.App.OK
+
+    def answered(self, routes, took):
+        pass
 
     def changes(self):
         return 0
@@ -6326,6 +6876,41 @@ def settle_like_n8n(service, line):
     assert {answer.result()[0] for answer in answers} == {200}
 
 
+def metrics():
+    """GET /metrics with 5,000,000 messages in all states, and senders beside it."""
+    alone, beside, calm, busy = [], [], [], []
+    service = Service(METRICS_TOKEN="m")
+    yield "filled", f"{timed(fill, service.db, 5_000_000, False, True)[0]:6.1f} s"
+
+    def ask(times):
+        seconds, answer = timed(service.call, "GET", "/metrics")
+        assert answer[0] == 200, answer
+        times.append(1000 * seconds)
+
+    def ask_each_second():
+        while not over.wait(1):
+            ask(busy)
+
+    with service:
+        for _ in range(20):
+            ask(calm)
+        for _ in range(ROUNDS):
+            alone.append(load(service, 64))
+            over = threading.Event()
+            with ThreadPoolExecutor(1) as pool:
+                asking = pool.submit(ask_each_second)
+                beside.append(load(service, 64))
+                over.set()
+                asking.result()
+    for name, times in ("alone", calm), ("under load", busy):
+        figures = f"{statistics.median(times):6.1f} ms  worst {max(times):6.1f} ms"
+        yield f"asked {name}", figures, "all < 50 ms", max(times) < 50
+    ratio = statistics.median(b.p99 / a.p99 for b, a in zip(beside, alone))
+    yield "webhooks, 64", str(Load.median(alone))
+    yield "asked each second", str(Load.median(beside))
+    yield "p99, asked / not", f"{ratio:6.2f}", "at most 2", ratio <= 2
+
+
 def fill(path, number, settled=False, mixed=False):
     """Makes a file with so many messages of 30 days ago, all alike."""
     store = buffer.Store(str(path), clock=lambda: time.time() - 30 * 86400)
@@ -6373,6 +6958,7 @@ MEASURES = {
     "delivery": delivery,
     "latency": latency,
     "calls": calls,
+    "metrics": metrics,
 }
 
 
