@@ -77,6 +77,7 @@ import sqlite3
 import stat
 import threading
 import time
+import traceback
 import typing
 import urllib.parse
 import zlib
@@ -84,6 +85,35 @@ import zlib
 __version__ = "1.0.0"
 
 log = logging.getLogger("buffer")
+
+
+def safe_text(error):
+    """What a log may say of an exception. The text of most can be a payload or a token:
+    KeyError's is the key."""
+    kind = type(error).__name__
+    if isinstance(error, OSError):
+        return f"{kind}: {error.strerror}" if error.strerror else kind
+    if isinstance(error, sqlite3.Error):  # "Could not decode to UTF-8 ... with text '"
+        return f"{kind}: {error}".partition(" with text ")[0]
+    return kind
+
+
+def discreet(record):
+    """A filter for logs: instead of a traceback one line without values."""
+    if record.exc_info and record.exc_info[1]:
+        error, steps = record.exc_info[1], []
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
+            file = os.path.basename(code.co_filename)
+            steps.append(f"{file}:{line} {code.co_name}")
+        text, trail = record.getMessage(), f"{safe_text(error)} at {', '.join(steps)}"
+        record.fields = {"message": text, "traceback": trail}
+        record.msg, record.args = f"{text}: {trail}", ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
+log.addFilter(discreet)
 
 
 class StartError(Exception):
@@ -164,6 +194,11 @@ def networks(text):
     """addresses or networks, separated by commas, such as 127.0.0.1,10.0.0.0/8"""
     parts = filter(None, text.replace(",", " ").split())
     return tuple(ipaddress.ip_network(part, strict=False) for part in parts)
+
+
+def log_format(text):
+    """text or json"""
+    return matched("(text|json)", text)[0].lower()
 
 
 def level(text):
@@ -303,6 +338,7 @@ class Settings:
         "", networks, "proxies whose X-Forwarded-For is believed"
     )
     log_level: str = setting("INFO", level, "how much is logged, on standard error")
+    log_format: str = setting("text", log_format, "how: as text or as JSON lines")
 
     sources: tuple = ()  # pairs of a source's name and its SourceSettings
 
@@ -1354,16 +1390,27 @@ class Repeats:
         self.how, self.clock = how, clock
         self.total = collections.Counter()
         self._logged = {}  # kind: (when, total by then)
+        self._kept = {}  # kind: text and values of the last one that was not logged
 
     def __call__(self, kind, text, *values):
         self.total[kind] += 1
-        now, total = self.clock(), self.total[kind]
-        when, before = self._logged.get(kind, (-math.inf, 0))
-        if now - when >= 60:
-            self._logged[kind] = now, total
-            log.log(
-                self.how, f"{text} (number %d, %d new)", *values, total, total - before
-            )
+        self._kept[kind] = text, values
+        self.flush([kind])
+
+    def flush(self, kinds=None, gap=60):
+        """Logs what was kept back, unless its kind was logged in the last `gap` seconds:
+        without this nobody would learn how long a burst went on after its first."""
+        now = self.clock()
+        for kind in kinds or list(self._kept):
+            when, before = self._logged.get(kind, (-math.inf, 0))
+            if now - when >= gap:
+                text, values = self._kept.pop(kind)
+                total = self.total[kind]
+                self._logged[kind] = now, total
+                fields = {"kind": kind, "number": total, "new": total - before}
+                values = *values, total, total - before
+                text = f"{text} (number %d, %d new)"
+                log.log(self.how, text, *values, extra={"fields": fields})
 
 
 class Buckets:
@@ -1773,6 +1820,7 @@ class App:
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
     LONGEST_WAIT = 60  # seconds
     MANY = 5000  # messages that one reenviar by filter takes
+    EVERY = 0.1  # seconds
 
     def __init__(self, settings, store, wall=time.time):
         """`wall` is the clock that senders' timestamps are compared with."""
@@ -1788,6 +1836,7 @@ class App:
         self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
         rate = settings.rate_limit
         self.webhooks = Buckets(rate, 2 * rate) if rate else None
+        self._due = -math.inf  # when tick() has something to do
 
     def __call__(self, environ, start_response):
         """The WSGI application (PEP 3333)."""
@@ -2087,15 +2136,28 @@ class App:
         if wait:
             refusal = too_many(wait, refusal.reason)
         method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
-        path = path.partition("?")[0][:80]  # a token can stand behind %3F
-        line = "%d %s: %s %r from %s"
+        path = re.split("[?&;=]", path)[0][:80]  # a token can follow %3F, or a slip
+        method, line = method[:16], "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
         return refusal.reply
 
+    def tick(self, now):
+        """What has to be looked at now and then; called often, by the server after each
+        round. `now` in monotonic seconds."""
+        if now < self._due:
+            return
+        self._due = now + self.EVERY
+        self.flush()
+
+    def flush(self, **gap):
+        """Logs what was kept back as a repetition."""
+        self.refused.flush(**gap)
+        self.trouble.flush(**gap)
+
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
-        self.trouble("storage", "answering 503, storage trouble: %s", error)
+        self.trouble("storage", "answering 503, storage trouble: %s", safe_text(error))
         return UNAVAILABLE
 
 
@@ -2225,7 +2287,8 @@ class Housekeeper(threading.Thread):
                     bites -= 1
             self.store.checkpoint()
         except sqlite3.Error as error:
-            self.trouble(str(error), "housekeeping will try again: %s", error)
+            text = safe_text(error)
+            self.trouble(text, "housekeeping will try again: %s", text)
 
     def nudge(self, now):
         """A little of it when it is due, for hosts where processes come and go."""
@@ -2304,7 +2367,7 @@ class Parser(HTTPRequestParser):
         try:
             consumed = super().received(data)
         except OSError as error:  # big bodies arrive in a temporary file: its disk
-            self.refuse(503, str(error))
+            self.refuse(503, error)
             return len(data)
         body = self.body_rcv
         if body is not None and not self.error:
@@ -2410,6 +2473,10 @@ class Channel(HTTPChannel):
 
     def received(self, data):
         return self.draining or super().received(data)
+
+    def handle_error(self):
+        log.exception("a connection is closed")  # waitress logs the exception's text
+        self.handle_close()
 
     def handle_expt(self):
         self.handle_close()  # urgent data is no HTTP
@@ -2630,6 +2697,7 @@ class Server:
         self.rounds.answer()
         now = time.monotonic()
         self.rounds.expire(now)
+        self.app.tick(now)
         if now - self._checked >= 1:
             self._checked = now
             self.each_second(now)
@@ -2750,13 +2818,32 @@ def open_store(settings, clock):
     return Store(settings.db_path, clock, settings.max_attempts, settings.backoff)
 
 
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record):
+        when = f"{utc(record.created)}.{int(record.msecs):03}Z".replace(" ", "T")
+        line = {"time": when, "level": record.levelname, "message": record.getMessage()}
+        return to_json({**line, **getattr(record, "fields", {})})
+
+
 def start_log(settings):
+    handler = logging.StreamHandler()
+    handler.addFilter(discreet)  # for what others log, such as waitress
     form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
+    is_json = settings.log_format == "json"
+    handler.setFormatter(JsonLines() if is_json else logging.Formatter(form))
+    logging.basicConfig(handlers=[handler], level=settings.log_level)
     logging.getLogger("waitress").setLevel(logging.ERROR)
+    logging.raiseExceptions = False  # or a slip in a log line would print its values
     for token in settings.token + (settings.webhook_token or ()):
         if len(token) < 16:
             log.warning("a token is shorter than 16 characters and can be guessed")
+
+
+def log_crash(kind, error, trail):
+    """In place of sys.excepthook, which prints the exception's text."""
+    log.critical("crashed", exc_info=(kind, error, trail))
 
 
 @functools.lru_cache(maxsize=1)
@@ -2775,7 +2862,9 @@ def application(environ, start_response):
     except StartError as error:
         log.error("%s", error)
         return UNAVAILABLE.wsgi(environ, start_response)
-    housekeeper.nudge(time.monotonic())
+    now = time.monotonic()
+    app.tick(now)
+    housekeeper.nudge(now)
     return app(environ, start_response)
 
 
@@ -2806,9 +2895,11 @@ def main(argv=None):
             raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
         settings = Settings.read(os.environ)
         start_log(settings)
+        sys.excepthook = log_crash
         clock = SteadyClock()
         store = open_store(settings, clock)
-        server = Server(settings, App(settings, store), listen(settings.addr), clock)
+        app = App(settings, store)
+        server = Server(settings, app, listen(settings.addr), clock)
     except StartError as error:
         print(f"buffer.py: {error}", file=sys.stderr)
         return error.status
@@ -2817,6 +2908,7 @@ def main(argv=None):
     where = ", ".join(server.addresses())
     log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
     server.run()
+    app.flush(gap=0)
     housekeeper.stop()
     store.close()
     log.info("stopped")
