@@ -71,6 +71,7 @@ import re
 import resource
 import secrets
 import select
+import shutil
 import signal
 import socket
 import sqlite3
@@ -164,10 +165,15 @@ def days(text):
     return within(0.001, 36500, float(*matched(r"([0-9]{1,5}(?:\.[0-9]+)?)", text)))
 
 
+def space(text):
+    """a number of bytes, or one such as 512K, 256M or 2G"""
+    number, unit = matched("([0-9]{1,12})([KMG]?)", text)
+    return int(number) << " KMG".index(unit.upper() or " ") * 10
+
+
 def size(text):
     """a number of bytes, or one such as 512K or 32M, up to 512M"""
-    number, unit = matched("([0-9]{1,12})([KMG]?)", text)
-    return within(1, 512 << 20, int(number) << " KMG".index(unit.upper() or " ") * 10)
+    return within(1, 512 << 20, space(text))
 
 
 def tokens(text):
@@ -333,6 +339,12 @@ class Settings:
     dedupe_days: float = setting("7", days, "days an event id is remembered")
     rate_limit: int = setting(
         "0", count, "webhooks a second from one address, 0 for no limit"
+    )
+    min_free: int = setting(
+        "256M", space, "free bytes on the disk below which senders get 503; 0 is off"
+    )
+    max_pending: int = setting(
+        "0", count, "messages in the queue at which senders get 503; 0 is off"
     )
     trusted_proxy: tuple = setting(
         "", networks, "proxies whose X-Forwarded-For is believed"
@@ -526,6 +538,13 @@ SELECT count(*)
           FROM fila INDEXED BY fila_lease
          WHERE status = 'processando'
            AND lease_until > :now
+         LIMIT :limit)"""
+
+PENDING = """
+SELECT count(*)
+  FROM (SELECT 1
+          FROM fila INDEXED BY fila_queue
+         WHERE status IN ('pendente', 'processando')
          LIMIT :limit)"""
 
 # CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
@@ -1033,6 +1052,15 @@ class Store:
         self._run(REMEMBER, ids=ids)
         return len(self._run(DELETE, ids=ids))
 
+    def pending(self, limit):
+        """How many messages wait or are in work, counted up to `limit`."""
+        [[count]] = self._run(PENDING, limit=limit)
+        return count
+
+    def free(self):
+        """Bytes that the file's disk still takes."""
+        return shutil.disk_usage(self.path).free
+
     def changes(self):
         """A number that has grown when something was changed through this connection."""
         return self._db.total_changes
@@ -1411,6 +1439,50 @@ class Repeats:
                 values = *values, total, total - before
                 text = f"{text} (number %d, %d new)"
                 log.log(self.how, text, *values, extra={"fields": fields})
+
+
+class Pressure:
+    """Whether senders have to wait, since the disk or the queue is nearly full.
+
+    A full disk would stop the consumers too, and nobody could empty it.
+    """
+
+    COUNTED = 1  # seconds between two counts of the queue
+
+    def __init__(self, settings, store):
+        self.least, self.most = settings.min_free, settings.max_pending
+        self.store = store
+        self.cause = None  # the setting for whose sake they wait
+        self.free = self.pending = 0  # as of the last look
+        self._due = -math.inf  # when to count again
+
+    def look(self, now):
+        """`now` in monotonic seconds."""
+        before, self.cause = self.cause, self.found(now)
+        if self.cause and self.cause != before:
+            log.warning("senders get 503: %s", self.text(self.cause))
+        elif before and not self.cause:
+            log.warning("senders are served again: %s", self.text(before))
+
+    def found(self, now):
+        """It ends with a tenth of room, or it would begin and end for ever."""
+        least = self.least * (1.1 if self.cause == "MIN_FREE" else 1)
+        most = self.most * (0.9 if self.cause == "MAX_PENDING" else 1)
+        if least:
+            self.free = self.store.free()
+        if most and now >= self._due:
+            self._due = now + self.COUNTED
+            self.pending = self.store.pending(self.most)
+        if self.free < least:
+            return "MIN_FREE"
+        return "MAX_PENDING" if 0 < most <= self.pending else None
+
+    def text(self, cause):
+        if cause == "MIN_FREE":
+            free, least = self.free >> 20, self.least >> 20
+            return f"the database's disk has {free} MiB free, MIN_FREE is {least} MiB"
+        most = self.most
+        return f"{self.pending} messages are in the queue, MAX_PENDING is {most}"
 
 
 class Buckets:
@@ -1836,6 +1908,7 @@ class App:
         self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
         rate = settings.rate_limit
         self.webhooks = Buckets(rate, 2 * rate) if rate else None
+        self.pressure = Pressure(settings, store)
         self._due = -math.inf  # when tick() has something to do
 
     def __call__(self, environ, start_response):
@@ -1913,6 +1986,8 @@ class App:
 
     def webhook(self, request):
         """A plain webhook or a source's; what a provider asks to check the URL first."""
+        if self.pressure.cause:
+            raise too_full(self.pressure.cause)
         self.limit_rate(request)
         settings, source = self.settings, request.source
         if not source:
@@ -2119,6 +2194,8 @@ class App:
         return Reply(204, b"", None)
 
     def health(self, request):
+        if self.pressure.cause:
+            raise too_full(self.pressure.cause)
         self.store.probe()
         return self.OK
 
@@ -2149,6 +2226,10 @@ class App:
             return
         self._due = now + self.EVERY
         self.flush()
+        try:
+            self.pressure.look(now)
+        except (sqlite3.Error, OSError) as error:
+            self.failed(error)
 
     def flush(self, **gap):
         """Logs what was kept back as a repetition."""
@@ -2170,6 +2251,11 @@ def not_allowed(methods):
 def too_many(wait, reason):
     headers = [("Retry-After", str(wait))]
     return Refusal(429, "requisições demais", headers, reason=reason)
+
+
+def too_full(cause):
+    headers = [("Retry-After", "30")]
+    return Refusal(503, "tente de novo mais tarde", headers, reason=cause)
 
 
 def echo(text):

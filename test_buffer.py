@@ -98,6 +98,7 @@ class Case(unittest.TestCase):
 
     def open(self, **settings):
         environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
+        environ["MIN_FREE"] = "0"  # whatever disk the tests run on
         environ.update(self.settings, **settings)
         self.configured = buffer.Settings.read(environ)
         self.store = buffer.open_store(self.configured, self.clock)
@@ -179,6 +180,7 @@ class Service:
         self.folder = pathlib.Path(folder or self._own.name)
         self.db = self.folder / "b.sqlite"
         self.settings = {"TOKEN": TOKEN, "ADDR": "127.0.0.1:0", "DB_PATH": self.db}
+        self.settings["MIN_FREE"] = 0  # whatever disk the tests run on
         self.settings.update(settings)
         self.command = [*prefix, python, str(HERE / "buffer.py")]
         self.process = None
@@ -337,6 +339,8 @@ class SettingsTest(unittest.TestCase):
             ("32m", 32 << 20),
         ):
             self.assertEqual(number, self.read(MAX_BODY=text).max_body)
+        for text, number in (("0", 0), ("1", 1), ("20G", 20 << 30)):
+            self.assertEqual(number, self.read(MIN_FREE=text).min_free)
 
     def test_addresses(self):
         for text, expected in (
@@ -357,6 +361,9 @@ class SettingsTest(unittest.TestCase):
             ("MAX_BODY", "0", "512K"),
             ("MAX_BODY", "1G", "up to 512M"),
             ("MAX_BODY", "-1", "bytes"),
+            ("MIN_FREE", "1T", "256M or 2G"),
+            ("MAX_PENDING", "-1", "1000000"),
+            ("LOG_FORMAT", "xml", "text or json"),
             ("LEASE", "0", "seconds"),
             ("LEASE", "ten", "from 1 to 604800"),
             ("LEASE", "٣", "from 1 to 604800"),
@@ -413,6 +420,7 @@ class StoreTest(Case):
             ("DELAYS_OVER", "COVERING INDEX fila_queue (status=? AND available_at<?)"),
             ("LEASES_OVER", "COVERING INDEX fila_lease (lease_until<?)"),
             ("IN_WORK", "COVERING INDEX fila_lease (lease_until>?)"),
+            ("PENDING", "COVERING INDEX fila_queue (status=?)"),
             *((name, by_id) for name in ("PEGAR", "PROCESSADO", "ERRO", "DEVOLVER")),
             *((name, by_id) for name in ("ESTENDER", "REENVIAR", "STATUS", "DELETE")),
             *((name, by_id) for name in ("LEASE_ENDED", "DELAY_ENDED", "FORGET")),
@@ -3071,6 +3079,76 @@ class TroubleTest(Case):
         self.assertRegex(self.logged(), r"KeyError at buffer.py:\d+ respond, .*pegar")
 
 
+class PressureTest(Case):
+    """Senders get 503 before the disk is full, and consumers go on."""
+
+    settings = (("MIN_FREE", "1G"), ("MAX_PENDING", "10"))
+
+    def setUp(self):
+        super().setUp()
+        self.now, self.free = 0, 2 << 30
+
+    def codes(self):
+        """(webhook, health, pegar) after a second."""
+        self.store.free = lambda: self.free
+        self.now += 1
+        self.app.tick(self.now)
+        sent = self.call("POST", "/webhook", b"{}")[0]
+        health = self.call("GET", "/health", token=None)[0]
+        return sent, health, self.call("POST", "/fila/pegar?limite=1")[0]
+
+    def test_below_min_free_senders_wait_and_consumers_go_on(self):
+        self.assertEqual((200, 200, 200), self.codes())
+        self.free = (1 << 30) - 1
+        self.assertEqual((503, 503, 200), self.codes())
+        self.call("POST", "/webhook", b"{}")
+        self.assertEqual("30", self.answered["Retry-After"])
+        self.assertEqual(200, self.settle(1, "processado"))
+
+    def test_who_shows_no_token_is_not_told(self):
+        self.free = 0
+        self.codes()
+        self.assertEqual(401, self.call("POST", "/webhook", b"{}", token=None)[0])
+
+    def test_it_ends_with_a_tenth_of_room(self):
+        self.free = 1 << 29
+        self.codes()
+        for free, code in (((11 << 30) // 10 - 1, 503), ((11 << 30) // 10 + 1, 200)):
+            self.free = free
+            self.assertEqual((code, code, 200), self.codes())
+
+    def test_max_pending_counts_what_waits_and_what_is_in_work(self):
+        for _ in range(10):
+            self.send()
+        self.claim("?limite=5")
+        self.settle(1, "devolver?em=100")
+        self.assertEqual((503, 503, 200), self.codes())
+        self.settle(2, "processado")
+        self.assertEqual((503, 503, 200), self.codes())
+        self.settle(3, "erro")
+        self.assertEqual((200, 200, 200), self.codes())
+
+    def test_the_log_says_when_it_begins_and_ends(self):
+        for self.free in (0, 0, 2 << 30, 2 << 30):
+            self.codes()
+        begins = "senders get 503: the database's disk has 0 MiB free, MIN_FREE is 1024"
+        self.assertEqual(1, self.logged().count(begins))
+        self.assertEqual(1, self.logged().count("served again: the database's disk"))
+
+    def test_requests_do_not_pay_for_it(self):
+        self.store.free = free = mock.Mock(return_value=2 << 30)
+        self.store.pending = pending = mock.Mock(return_value=0)
+        for n in range(1000):  # two seconds
+            self.app.tick(n / 500)
+        self.assertLess(free.call_count, 25)
+        self.assertLess(pending.call_count, 4)
+
+    def test_trouble_while_looking_is_trouble_with_the_store(self):
+        with mock.patch.object(self.store, "free", side_effect=OSError(5, "I/O")):
+            self.app.tick(0)
+        self.assertIn("storage trouble: OSError: I/O", self.logged())
+
+
 class BodyTest(Case):
     """Under another WSGI server the body's end is what Content-Length says."""
 
@@ -3117,6 +3195,7 @@ class HostedTest(Case):
         buffer.hosted.cache_clear()
         self.addCleanup(buffer.hosted.cache_clear)
         environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
+        environ["MIN_FREE"] = "0"
         self.enter(mock.patch.dict(os.environ, environ))
         self.app = buffer.application
 
@@ -4117,6 +4196,29 @@ class FullDiskTest(Proof):
         self.ballast.unlink()
         self.assertEqual(200, self.send()[0])
         self.assertKept(self.acknowledged, self.db)
+
+
+class NearlyFullDiskTest(Proof):
+    def test_senders_wait_before_the_disk_is_full_and_consumers_empty_it(self):
+        disk = self.enter(mounted(self, "-t", "tmpfs", "-o", "size=128m", "tmpfs"))
+        ballast, body = disk / "ballast", secrets.token_hex(50_000)
+        ballast.write_bytes(bytes(64 << 20))
+        settings = {"DB_PATH": disk / "b.sqlite", "MIN_FREE": "32M"}
+        server = self.enter(Service(**settings))
+        for _ in range(1000):
+            status, headers, _ = server.call("POST", "/webhook", body)
+            if status != 200:
+                break
+        self.assertEqual((503, "30"), (status, headers["Retry-After"]))
+        self.assertGreater(shutil.disk_usage(disk).free, 4 << 20)
+        self.assertEqual(503, server.call("GET", "/health")[0])
+        while items := json.loads(server.call("POST", "/fila/pegar")[2]):
+            ids = json.dumps({"ids": [item["id"] for item in items]})
+            self.assertEqual(200, server.call("POST", "/fila/processado", ids)[0])
+        ballast.unlink()
+        server.logged("served again")
+        self.assertEqual(200, server.call("POST", "/webhook", body)[0])
+        self.assertNotIn("storage trouble", server.log.read_text())
 
 
 class BrokenDiskTest(Proof):
