@@ -61,6 +61,7 @@ import functools
 import hashlib
 import hmac
 import http
+import http.client
 import ipaddress
 import itertools
 import json
@@ -217,6 +218,16 @@ def public_url(text):
     return matched(r"(https?://[^\s?#]+?)/*", text)[0] if text else ""
 
 
+def secret_url(text):
+    """a URL such as https://host/path, without user; or nothing"""
+    if not text:
+        return None
+    host = r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?"
+    [url] = matched(rf"(https?://{host}(?:[/?][!-~]*)?)", text)
+    within(0, 65535, urllib.parse.urlsplit(url).port or 0)
+    return url
+
+
 def one_secret(text):
     """a secret that is not empty, without blanks around it"""
     within(1, math.inf, len(text.removeprefix("whsec_")))
@@ -345,6 +356,15 @@ class Settings:
     )
     max_pending: int = setting(
         "0", count, "messages in the queue at which senders get 503; 0 is off"
+    )
+    alert_url: str = setting(
+        None, secret_url, "is told when something is wrong, and when it is over"
+    )
+    alert_age: int = setting(
+        "900", count, "seconds a message may be due before that is an alarm; 0 is off"
+    )
+    alert_silence: int = setting(
+        "0", count, "seconds without a message that are an alarm; 0 is off"
     )
     trusted_proxy: tuple = setting(
         "", networks, "proxies whose X-Forwarded-For is believed"
@@ -508,7 +528,7 @@ UPDATE fila NOT INDEXED
        locked_at = NULL,
        lease_until = NULL
  WHERE id IN (SELECT value FROM json_each(:ids))
-RETURNING status"""
+RETURNING status, reason"""
 
 DELAYS_OVER = """
 SELECT id, size
@@ -585,7 +605,7 @@ UPDATE fila NOT INDEXED
        available_at = NULL,
        reason = :reason {CHOSEN}
    AND status IN ('pendente', 'processando')
-RETURNING id, status"""
+RETURNING id, status, reason"""
 
 # Without a delay: backoff, doubled with each attempt up to an hour, give or take a fifth.
 DEVOLVER = f"""
@@ -601,7 +621,7 @@ UPDATE fila NOT INDEXED
        locked_at = NULL,
        lease_until = NULL {CHOSEN}
    AND status = 'processando'
-RETURNING id, status"""
+RETURNING id, status, reason"""
 
 ESTENDER = f"""
 UPDATE fila NOT INDEXED
@@ -619,6 +639,22 @@ UPDATE fila NOT INDEXED
        reason = NULL {CHOSEN}
    AND status IN ('erro', 'processado')
 RETURNING id, status"""
+
+OLDEST_DUE = """
+SELECT :epoch - CAST(strftime('%s', min(since)) AS INTEGER)
+  FROM (SELECT created_at AS since
+          FROM fila NOT INDEXED
+         WHERE id = (SELECT min(id)
+                       FROM fila INDEXED BY fila_queue
+                      WHERE status = 'pendente'
+                        AND available_at IS NULL)
+         UNION ALL
+        SELECT min(available_at)
+          FROM fila INDEXED BY fila_queue
+         WHERE status = 'pendente'
+           AND available_at <= :now)"""
+
+ARRIVALS = "SELECT total(seq) FROM sqlite_sequence WHERE name = 'fila'"
 
 STATUS = """
 SELECT id, status, attempts
@@ -776,6 +812,7 @@ class Store:
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
+    REASONS = 100  # that dead() tells apart
 
     def __init__(self, path, clock=time.time, max_attempts=10, backoff=30):
         """Opens or makes the file. StartError when it cannot be used."""
@@ -788,6 +825,7 @@ class Store:
         self.path, self.clock = os.path.abspath(path), clock
         self.most, self.backoff = max_attempts, backoff
         self.used_up = 0  # messages that have gone to erro after their last attempt
+        self._dead = collections.Counter()  # reasons of what has gone to erro
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
         self._depth = 0  # how many transactions are open inside each other
@@ -967,6 +1005,7 @@ class Store:
             values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
             ended = self._run(LEASE_ENDED, now=now, **values)
             self._count_used_up(row["status"] for row in ended)
+            self._count_dead(ended)
             return len(ended)
 
     def _count_used_up(self, statuses):
@@ -974,6 +1013,22 @@ class Store:
         self.used_up += count
         if count:
             log.warning("%d messages have used up their attempts, see erro", count)
+
+    def _count_dead(self, rows):
+        for row in rows:
+            if row["status"] == "erro":
+                reason = (row["reason"] or "no reason given")[:100]
+                full = len(self._dead) >= self.REASONS and reason not in self._dead
+                self._dead["other reasons" if full else reason] += 1
+
+    def dead(self, told=None):
+        """How many have gone to erro here, a Counter by reasons, cut to 100 characters.
+
+        What was `told` of them is not counted any more.
+        """
+        with self._lock:
+            self._dead -= told or collections.Counter()
+            return self._dead.copy()
 
     def processado(self, ids, attempt=None):
         """Done. Like the other verdicts it takes ids and perhaps the attempt that is
@@ -1005,7 +1060,9 @@ class Store:
         """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
             values.update(ids=json.dumps(ids), attempt=attempt, now=now)
-            settled = {row["id"]: row["status"] for row in self._run(sql, **values)}
+            changed = self._run(sql, **values)
+            self._count_dead(changed)
+            settled = {row["id"]: row["status"] for row in changed}
             rest = json.dumps([id_ for id_ in ids if id_ not in settled])
             known = {row["id"]: row for row in self._run(STATUS, ids=rest)}
         outcomes = {id_: Outcome(None, status) for id_, status in settled.items()}
@@ -1051,6 +1108,18 @@ class Store:
         ids = json.dumps(ids)
         self._run(REMEMBER, ids=ids)
         return len(self._run(DELETE, ids=ids))
+
+    def oldest_due(self):
+        """Seconds since the oldest message that is due came, or its delay ended; None
+        when none is."""
+        values = {"epoch": int(self.clock()), "now": utc(self.clock())}
+        [[age]] = self._run(OLDEST_DUE, **values)
+        return age
+
+    def arrivals(self):
+        """A number that has grown when a message was kept, by whatever process."""
+        [[number]] = self._run(ARRIVALS)
+        return number
 
     def pending(self, limit):
         """How many messages wait or are in work, counted up to `limit`."""
@@ -2387,6 +2456,148 @@ class Housekeeper(threading.Thread):
         self.join()
 
 
+# Alarms
+
+
+def post(url, body, timeout=10):
+    """Sends JSON; OSError or HTTPException unless the answer is 2xx. Redirects are not
+    followed: who may read the alarms stands in the URL."""
+    parts = urllib.parse.urlsplit(url)
+    secure = parts.scheme == "https"  # HTTPSConnection verifies the certificate
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json", "User-Agent": "buffer.py"}
+    link = kind(parts.hostname, parts.port, timeout=timeout)
+    with contextlib.closing(link):
+        link.connect()
+        # the timeout is for one byte, and one every nine seconds would hold us for ever
+        end = threading.Timer(timeout, link.sock.shutdown, [socket.SHUT_RDWR])
+        end.daemon = True
+        end.start()
+        try:
+            target = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
+            link.request("POST", target, body, headers)
+            status = link.getresponse().status
+        finally:
+            end.cancel()
+    if not 200 <= status < 300:
+        raise OSError(status, f"it answers {status}")
+
+
+class Alarm:
+    """One kind: what is the case, and what was told of it."""
+
+    is_on = told = False
+    begun = 0  # how often, since it was told
+    when = -math.inf  # it was told
+
+
+class Alarms(threading.Thread):
+    """Tells ALERT_URL when something is wrong and when it is over.
+
+    It has a thread of its own, for the target may be slow or down. Nothing is queued: as
+    soon as it may be told it tells how things are then, and how often they have changed.
+    """
+
+    EVERY, GAP = 10, 300  # seconds between looks, and between alarms of one kind
+    LONGEST = 600  # seconds until the target is tried again
+    SHOWN = 5  # reasons
+
+    def __init__(self, settings, store, pressure, clock=time.monotonic, send=post):
+        super().__init__(name="alarms", daemon=True)
+        self.settings, self.store, self.pressure = settings, store, pressure
+        self.clock, self.send = clock, send
+        self.stopped = threading.Event()
+        self.trouble = Repeats(logging.WARNING, clock)
+        self.alarms = collections.defaultdict(Alarm)
+        self.dead = collections.Counter()  # as of the last look
+        self._landed = -math.inf  # when a message last went to erro
+        self._arrivals, self._arrived = store.arrivals(), clock()
+        self._wait, self._retry = self.EVERY, -math.inf
+
+    def run(self):
+        while not self.stopped.wait(self.EVERY):
+            try:
+                self.look()
+            except Exception:  # whatever it was, the alarms must live on
+                log.exception("alarms will look again")
+
+    def stop(self):
+        """Without waiting for a target that is slow."""
+        self.stopped.set()
+        self.join(0.5)
+
+    def look(self):
+        """Tells what has to be told."""
+        now = self.clock()
+        for kind, is_on, text, numbers in list(self.conditions(now)):
+            alarm = self.alarms[kind]
+            alarm.begun += is_on and not alarm.is_on
+            alarm.is_on = is_on
+            is_news = alarm.begun or is_on != alarm.told
+            if is_news and now - alarm.when >= self.GAP and now >= self._retry:
+                self.tell(kind, alarm, text, numbers)
+        self.trouble.flush()
+
+    def conditions(self, now):
+        """(kind, whether it is so, a sentence, numbers) of each."""
+        yield "erro", *self.erro(now)
+        if self.settings.alert_age:
+            yield "age", *self.age(self.settings.alert_age)
+        if self.settings.alert_silence:
+            yield "silence", *self.silence(now, self.settings.alert_silence)
+        now_is, text = self.pressure, self.pressure.text
+        disk = {"free": now_is.free, "limit": now_is.least}
+        queue = {"messages": now_is.pending, "limit": now_is.most}
+        yield "disk", now_is.cause == "MIN_FREE", text("MIN_FREE"), disk
+        yield "queue", now_is.cause == "MAX_PENDING", text("MAX_PENDING"), queue
+
+    def erro(self, now):
+        """It is over when none has landed there for a while: to empty it is for people."""
+        dead = self.store.dead()
+        if dead != self.dead:
+            self.dead, self._landed = dead, now
+        count, reasons = sum(dead.values()), dead.most_common(self.SHOWN)
+        text = f"{count} messages have landed in erro since the last alarm"
+        text += "".join(f", {number} x {reason!r}" for reason, number in reasons)
+        numbers = {"messages": count, "reasons": dict(reasons)}
+        return now - self._landed < self.GAP, text, numbers
+
+    def age(self, limit):
+        due = self.store.oldest_due() or 0
+        text = (
+            f"the oldest message that is due has waited {due} s, ALERT_AGE is {limit} s"
+        )
+        return due > limit, text, {"seconds": due, "limit": limit}
+
+    def silence(self, now, limit):
+        arrivals = self.store.arrivals()
+        if arrivals != self._arrivals:
+            self._arrivals, self._arrived = arrivals, now
+        quiet = int(now - self._arrived)
+        text = f"no message has come for {quiet} s, ALERT_SILENCE is {limit} s"
+        return quiet >= limit, text, {"seconds": quiet, "limit": limit}
+
+    def tell(self, kind, alarm, text, numbers):
+        host, state = socket.gethostname(), "begins" if alarm.is_on else "over"
+        said = {"kind": kind, "state": state, "host": host, "begun": alarm.begun}
+        text = f"buffer.py on {host}: {'' if alarm.is_on else 'over: '}{text}"
+        if alarm.begun > alarm.is_on:
+            text += f" (it began {alarm.begun} times since the last alarm)"
+        body = to_json({"text": text, **said, **numbers})
+        try:
+            self.send(self.settings.alert_url, body)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._retry = self.clock() + self._wait
+            self._wait = min(2 * self._wait, self.LONGEST)
+            self.trouble("", "ALERT_URL will be tried again: %s", safe_text(error))
+            return
+        log.warning("alarm: %s %s", kind, state)
+        self._wait, alarm.when = self.EVERY, self.clock()
+        alarm.told, alarm.begun = alarm.is_on, 0
+        if kind == "erro":
+            self.dead = self.store.dead(told=self.dead)
+
+
 # The server
 
 try:
@@ -2938,6 +3149,8 @@ def hosted(pid):
     settings = Settings.read(os.environ)
     store = open_store(settings, time.time)
     start_log(settings)
+    if settings.alert_url:
+        log.warning("ALERT_URL is told nothing: alarms need python buffer.py")
     return App(settings, store), Housekeeper(settings, store)
 
 
@@ -2990,7 +3203,9 @@ def main(argv=None):
         print(f"buffer.py: {error}", file=sys.stderr)
         return error.status
     housekeeper = Housekeeper(settings, store)
-    housekeeper.start()
+    alarms = Alarms(settings, store, app.pressure)
+    for thread in (housekeeper, alarms) if settings.alert_url else (housekeeper,):
+        thread.start()
     where = ", ".join(server.addresses())
     log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
     server.run()

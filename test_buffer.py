@@ -12,6 +12,7 @@ Where the folder ../shared with recorded traffic stands beside this one, more is
 import base64
 import collections
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import functools
@@ -19,6 +20,7 @@ import gzip
 import hashlib
 import hmac
 import http.client
+import http.server
 import importlib
 import importlib.metadata
 import importlib.util
@@ -33,11 +35,13 @@ import platform
 import re
 import resource
 import secrets
+import select
 import selectors
 import shutil
 import signal
 import socket
 import sqlite3
+import ssl
 import stat
 import statistics
 import struct
@@ -421,6 +425,9 @@ class StoreTest(Case):
             ("LEASES_OVER", "COVERING INDEX fila_lease (lease_until<?)"),
             ("IN_WORK", "COVERING INDEX fila_lease (lease_until>?)"),
             ("PENDING", "COVERING INDEX fila_queue (status=?)"),
+            ("OLDEST_DUE", queue),
+            ("OLDEST_DUE", "INDEX fila_queue (status=? AND available_at<?)"),
+            ("OLDEST_DUE", by_id),
             *((name, by_id) for name in ("PEGAR", "PROCESSADO", "ERRO", "DEVOLVER")),
             *((name, by_id) for name in ("ESTENDER", "REENVIAR", "STATUS", "DELETE")),
             *((name, by_id) for name in ("LEASE_ENDED", "DELAY_ENDED", "FORGET")),
@@ -3400,6 +3407,340 @@ class ClockTest(Case):
         wall.now += 200
         monotonic.now += 200
         self.assertEqual(1, len(self.claim()))
+
+
+# Alarms
+
+
+class Target(http.server.ThreadingHTTPServer):
+    """Where alarms go. `got` are (path, JSON); `does` is a status, or a function."""
+
+    daemon_threads = True
+
+    class RequestHandlerClass(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.got.append((self.path, json.loads(body)))
+            does = self.server.does
+            if callable(does):
+                return does(self)
+            self.send_response(does)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), self.RequestHandlerClass)
+        self.got, self.does = [], 200
+        self.url = f"http://127.0.0.1:{self.server_port}/hook/a-secret?chat_id=1"
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+def pick(mapping, names):
+    return tuple(mapping[name] for name in names.split())
+
+
+class AlarmCase(QueueCase):
+    settings = (("ALERT_AGE", "900"), ("ALERT_SILENCE", "3600"), ("MIN_FREE", "1G"))
+
+    def setUp(self):
+        super().setUp()
+        self.target = self.enter(Target())
+        self.store.free = lambda: self.free
+        self.free = 2 << 30
+        self.start()
+
+    def start(self):
+        url = {"alert_url": self.target.url}
+        self.configured = dataclasses.replace(self.configured, **url)
+        self.monotonic = Clock(0)
+        post = functools.partial(buffer.post, timeout=0.2)
+        values = self.configured, self.store, self.app.pressure, self.monotonic, post
+        self.alarms = buffer.Alarms(*values)
+
+    def after(self, seconds):
+        """The alarms that are told when the clock has been moved, with looks between."""
+        before, end = len(self.target.got), self.monotonic.now + seconds
+        while True:
+            self.app.tick(self.monotonic.now)
+            self.alarms.look()
+            step = min(10, end - self.monotonic.now)
+            if not step:
+                break
+            self.monotonic.now += step
+            self.clock.now += step
+        return [alarm for _, alarm in self.target.got[before:]]
+
+    def states(self, seconds):
+        return [(alarm["kind"], alarm["state"]) for alarm in self.after(seconds)]
+
+    def dead(self, count=1, reason=b"broken"):
+        for _ in range(count):
+            self.send()
+            id_ = self.rows("SELECT max(id) FROM fila")[0][0]
+            self.settle(id_, "erro", reason)
+
+
+class AlarmsTest(AlarmCase):
+    def test_in_good_order_nothing_is_told(self):
+        self.send()
+        self.claim()
+        self.assertEqual([], self.states(500))
+
+    def test_messages_that_land_in_erro(self):
+        self.dead(3)
+        self.dead(1, b"")
+        [alarm] = self.after(0)
+        self.assertEqual(("erro", "begins", 4), pick(alarm, "kind state messages"))
+        self.assertEqual({"broken": 3, "no reason given": 1}, alarm["reasons"])
+        self.assertEqual(socket.gethostname(), alarm["host"])
+        self.assertRegex(
+            alarm["text"],
+            r"^buffer.py on \S+: 4 messages have landed in erro since the last alarm,"
+            r" 3 x 'broken', 1 x 'no reason given'$",
+        )
+
+    def test_erro_is_over_when_none_has_landed_for_five_minutes(self):
+        self.dead()
+        self.after(0)
+        self.assertEqual([], self.after(200))
+        self.dead(7, b"late")
+        self.assertEqual([], self.after(290))
+        [alarm] = self.after(20)
+        self.assertEqual(("erro", "over", 7), pick(alarm, "kind state messages"))
+        self.assertEqual({"late": 7}, alarm["reasons"])
+        self.assertEqual([], self.after(1000))
+
+    def test_used_up_attempts_are_deaths_too(self):
+        self.store.most = 1
+        for _ in range(3):
+            self.send()
+        self.claim()
+        self.settle(1, "devolver", b"again")
+        self.settle(2, "devolver")
+        self.clock.now += 600
+        self.store.lease_ended()
+        [alarm] = self.after(0)
+        reasons = {"again", "devolvida na última tentativa"}
+        reasons.add("prazo esgotado na última tentativa")
+        self.assertEqual(dict.fromkeys(reasons, 1), alarm["reasons"])
+
+    def test_reasons_are_cut_and_bounded(self):
+        self.dead(1, b"x" * 2000)
+        self.assertEqual(["x" * 100], list(self.after(0)[0]["reasons"]))
+        with mock.patch.object(self.store, "REASONS", 3):
+            for n in range(10):
+                self.dead(1, b"%d" % n)
+        self.assertEqual({"0", "1", "2", "other reasons"}, set(self.store.dead()))
+        self.assertEqual(7, self.store.dead()["other reasons"])
+
+    def test_the_oldest_due_message_is_too_old(self):
+        self.send()
+        self.assertEqual([], self.after(900))
+        [alarm] = self.after(10)
+        self.assertEqual(("age", "begins", 910), pick(alarm, "kind state seconds"))
+        self.assertIn("due has waited 910 s, ALERT_AGE is 900 s", alarm["text"])
+        self.after(300)
+        self.claim()
+        self.assertEqual([("age", "over")], self.states(0))
+
+    def test_what_is_delayed_or_in_work_is_not_due(self):
+        self.send()
+        self.claim("?reserva=1500")
+        self.assertEqual([], self.after(1200))
+        self.settle(1, "devolver?em=1000")
+        self.assertEqual([], self.after(1000 + 900))
+        self.assertEqual([("age", "begins")], self.states(10))
+
+    def test_nothing_was_received(self):
+        self.assertEqual([], self.after(3590))
+        [alarm] = self.after(10)
+        self.assertEqual(("silence", "begins", 3600), pick(alarm, "kind state seconds"))
+        self.send()
+        self.claim()
+        self.store.delete(1)  # a message that is gone had come nevertheless
+        self.assertEqual([("silence", "over")], self.states(300))
+
+    def test_silence_counts_from_the_start(self):
+        self.send()
+        self.claim()
+        self.clock.now += 86400
+        self.start()
+        self.assertEqual([], self.after(3590))
+
+    def test_the_disk_is_nearly_full(self):
+        self.free = 512 << 20
+        [alarm] = self.after(0)
+        told = "disk", "begins", 512 << 20, 1 << 30
+        self.assertEqual(told, pick(alarm, "kind state free limit"))
+        self.assertIn("has 512 MiB free, MIN_FREE is 1024 MiB", alarm["text"])
+        self.free = 2 << 30
+        self.assertEqual([("disk", "over")], self.states(300))
+
+    def test_the_queue_is_full(self):
+        self.app.pressure.most = 2
+        self.send()
+        self.send()
+        self.assertEqual([("queue", "begins")], self.states(0))
+        self.claim()
+        self.settle(1, "processado")
+        self.assertEqual([("queue", "over")], self.states(300))
+
+    def test_at_most_one_of_a_kind_in_five_minutes(self):
+        for minute in range(59):
+            self.free = (minute % 2) << 31
+            self.after(60)
+        kinds = collections.Counter(alarm["kind"] for _, alarm in self.target.got)
+        self.assertLessEqual(kinds["disk"], 12)
+        self.assertGreaterEqual(kinds["disk"], 10)
+
+    def test_what_happened_meanwhile_is_summed_up_in_the_next(self):
+        self.free = 0
+        self.after(0)
+        for _ in range(2):
+            for self.free in (2 << 30, 0):
+                self.assertEqual([], self.after(10))
+        self.free = 2 << 30
+        [alarm] = self.after(300)
+        self.assertEqual(("over", 2), pick(alarm, "state begun"))
+        self.assertIn("(it began 2 times since the last alarm)", alarm["text"])
+
+    def test_kinds_do_not_wait_for_each_other(self):
+        self.dead()
+        self.free = 0
+        self.assertEqual([("erro", "begins"), ("disk", "begins")], self.states(0))
+
+
+class AlarmTargetTest(AlarmCase):
+    """The target is slow, down or wrong."""
+
+    def setUp(self):
+        super().setUp()
+        self.posted, self.send_alarm = [], self.alarms.send
+        self.alarms.send = self.count
+
+    def count(self, *values):
+        self.posted.append(self.monotonic.now)
+        self.send_alarm(*values)
+
+    def hang(self, handler):
+        """Says nothing."""
+        handler.rfile.read(1)
+
+    def drip(self, handler):
+        """A byte now and then, so that no single one takes too long."""
+        with contextlib.suppress(OSError):
+            for byte in itertools.cycle(b"HTTP/1.1 500 no"):
+                handler.wfile.write(bytes([byte]))
+                select.select([], [], [], 0.01)
+
+    def rubbish(self, handler):
+        handler.wfile.write(b"SSH-2.0-x\r\n")
+
+    def reset(self, handler):
+        linger = struct.pack("ii", 1, 0)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    def test_it_is_told_once_the_target_is_well(self):
+        wrong = (500, 404, 302, 307, self.hang, self.drip, self.rubbish, self.reset)
+        for does in wrong:
+            with self.subTest(does=does):
+                self.start()
+                self.target.does = does
+                self.dead()
+                self.after(0)
+                got = len(self.target.got)
+                self.target.does = 204
+                self.assertEqual([("erro", "begins")], self.states(10))
+                self.assertEqual(got + 1, len(self.target.got))
+        paths = {path for path, _ in self.target.got}
+        self.assertEqual({"/hook/a-secret?chat_id=1"}, paths)  # no redirect followed
+
+    def test_it_is_tried_again_less_and_less_often(self):
+        with mock.patch.object(self.alarms, "settings") as settings:
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                port = closed.getsockname()[1]
+            settings.alert_url = f"http://127.0.0.1:{port}"
+            settings.alert_age = settings.alert_silence = 0
+            self.dead()
+            self.after(3600)
+        waits = [b - a for a, b in itertools.pairwise(self.posted)]
+        self.assertEqual([10, 20, 40, 80, 160, 320, 600, 600, 600, 600], waits)
+        lines = [line for line in self.log.output if "tried again" in line]
+        self.assertIn("ConnectionRefusedError: Connection refused", lines[0])
+
+    def test_what_was_over_before_it_could_be_told_is_told(self):
+        self.target.does = 500
+        self.free = 0
+        self.after(10)
+        self.free = 2 << 30
+        self.after(100)
+        self.target.does = 200
+        [alarm] = self.after(600)
+        self.assertEqual(("disk", "over", 1), pick(alarm, "kind state begun"))
+
+    def test_the_url_is_a_secret(self):
+        self.target.does = 404
+        self.dead()
+        self.after(0)
+        self.assertIn("it answers 404", self.logged())
+        self.assertNotIn("a-secret", self.logged() + repr(self.configured))
+        for url in ("ftp://hidden", "http://u:hidden@x/", "https://", "http://x:99999"):
+            with self.assertRaises(buffer.StartError) as caught:
+                self.open(ALERT_URL=url)
+            self.assertIn("ALERT_URL='***': it takes a URL", str(caught.exception))
+        self.open(ALERT_URL="")
+        self.assertIsNone(self.configured.alert_url)
+
+    def test_certificates_are_verified(self):
+        key, certificate = self.folder / "key", self.folder / "certificate"
+        make = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -keyout"
+        run_or_skip(self, *make.split(), str(key), "-out", str(certificate))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self.target.socket = context.wrap_socket(self.target.socket, server_side=True)
+        with self.assertRaises(ssl.SSLCertVerificationError):
+            buffer.post(f"https://localhost:{self.target.server_port}/", "{}")
+        self.assertEqual([], self.target.got)
+
+    def test_the_thread_lives_on_whatever_happens_and_stops(self):
+        self.alarms.EVERY = 0.001
+        with mock.patch.object(self.alarms, "look", side_effect=KeyError) as look:
+            self.alarms.start()
+            while look.call_count < 3:
+                pass
+        self.alarms.stop()
+        self.assertFalse(self.alarms.is_alive())
+
+
+class AlarmServiceTest(unittest.TestCase):
+    def test_senders_and_the_stop_do_not_wait_for_a_target_that_hangs(self):
+        hangs = threading.Event()
+        with Target() as target:
+            target.does = lambda handler: hangs.wait(30)
+            special = "import buffer; buffer.Alarms.EVERY = 0.01; buffer.main([])"
+            with Service(ALERT_URL=target.url) as service:
+                service.stop()
+                service.command = [sys.executable, "-c", special]
+                service.settings["PYTHONPATH"] = HERE
+                service.start()
+                service.call("POST", "/webhook", b"{}")
+                service.call("POST", "/fila/1/erro", b"broken")
+                while not target.got:
+                    time.sleep(0.01)
+                began = time.monotonic()
+                for _ in range(20):
+                    self.assertEqual(200, service.call("POST", "/webhook", b"{}")[0])
+                self.assertEqual(0, service.stop())
+                self.assertLess(time.monotonic() - began, 5)
+            hangs.set()
 
 
 # The server
