@@ -3202,15 +3202,17 @@ def main(argv=None):
     except StartError as error:
         print(f"buffer.py: {error}", file=sys.stderr)
         return error.status
-    housekeeper = Housekeeper(settings, store)
-    alarms = Alarms(settings, store, app.pressure)
-    for thread in (housekeeper, alarms) if settings.alert_url else (housekeeper,):
+    threads = [Housekeeper(settings, store)]
+    if settings.alert_url:
+        threads.append(Alarms(settings, store, app.pressure))
+    for thread in threads:
         thread.start()
     where = ", ".join(server.addresses())
     log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
     server.run()
     app.flush(gap=0)
-    housekeeper.stop()
+    for thread in threads:
+        thread.stop()
     store.close()
     log.info("stopped")
     return 0
