@@ -2529,27 +2529,33 @@ class Alarms(threading.Thread):
     def look(self):
         """Tells what has to be told."""
         now = self.clock()
-        for kind, is_on, text, numbers in list(self.conditions(now)):
-            alarm = self.alarms[kind]
-            alarm.begun += is_on and not alarm.is_on
-            alarm.is_on = is_on
-            is_news = alarm.begun or is_on != alarm.told
-            if is_news and now - alarm.when >= self.GAP and now >= self._retry:
-                self.tell(kind, alarm, text, numbers)
+        try:
+            for kind, is_on, text, numbers in self.conditions(now):
+                alarm = self.alarms[kind]
+                alarm.begun += is_on and not alarm.is_on
+                alarm.is_on = is_on
+                is_news = alarm.begun or is_on != alarm.told
+                if is_news and now - alarm.when >= self.GAP and now >= self._retry:
+                    self.tell(kind, alarm, text, numbers)
+                if self.stopped.is_set():
+                    return
+        except sqlite3.Error as error:
+            self.trouble("store", "alarms will look again: %s", safe_text(error))
         self.trouble.flush()
 
     def conditions(self, now):
-        """(kind, whether it is so, a sentence, numbers) of each."""
-        yield "erro", *self.erro(now)
-        if self.settings.alert_age:
-            yield "age", *self.age(self.settings.alert_age)
-        if self.settings.alert_silence:
-            yield "silence", *self.silence(now, self.settings.alert_silence)
+        """(kind, whether it is so, a sentence, numbers) of each; first those that do
+        not read the file, which may be broken."""
         now_is, text = self.pressure, self.pressure.text
         disk = {"free": now_is.free, "limit": now_is.least}
         queue = {"messages": now_is.pending, "limit": now_is.most}
         yield "disk", now_is.cause == "MIN_FREE", text("MIN_FREE"), disk
         yield "queue", now_is.cause == "MAX_PENDING", text("MAX_PENDING"), queue
+        yield "erro", *self.erro(now)
+        if self.settings.alert_age:
+            yield "age", *self.age(self.settings.alert_age)
+        if self.settings.alert_silence:
+            yield "silence", *self.silence(now, self.settings.alert_silence)
 
     def erro(self, now):
         """It is over when none has landed there for a while: to empty it is for people."""
@@ -2589,7 +2595,7 @@ class Alarms(threading.Thread):
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._retry = self.clock() + self._wait
             self._wait = min(2 * self._wait, self.LONGEST)
-            self.trouble("", "ALERT_URL will be tried again: %s", safe_text(error))
+            self.trouble("target", "ALERT_URL is tried again: %s", safe_text(error))
             return
         log.warning("alarm: %s %s", kind, state)
         self._wait, alarm.when = self.EVERY, self.clock()

@@ -3219,6 +3219,17 @@ class HostedTest(Case):
             self.send()
             self.assertIsNot(here, buffer.hosted(-1))
 
+    def test_senders_wait_when_the_disk_is_nearly_full(self):
+        with mock.patch.dict(os.environ, {"MIN_FREE": "999999G"}):
+            self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+            self.claim()
+
+    def test_alarms_need_a_process_that_stays(self):
+        with mock.patch.dict(os.environ, {"ALERT_URL": "http://x/hidden"}):
+            self.send()
+        self.assertIn("ALERT_URL is told nothing", self.logged())
+        self.assertNotIn("hidden", self.logged())
+
     def test_a_wrong_setting_is_503(self):
         with mock.patch.dict(os.environ, {"MAX_BODY": "x"}):
             buffer.hosted.cache_clear()
@@ -3556,6 +3567,7 @@ class AlarmsTest(AlarmCase):
         self.claim("?reserva=1500")
         self.assertEqual([], self.after(1200))
         self.settle(1, "devolver?em=1000")
+        self.assertIsNone(self.store.oldest_due())
         self.assertEqual([], self.after(1000 + 900))
         self.assertEqual([("age", "begins")], self.states(10))
 
@@ -3615,7 +3627,13 @@ class AlarmsTest(AlarmCase):
     def test_kinds_do_not_wait_for_each_other(self):
         self.dead()
         self.free = 0
-        self.assertEqual([("erro", "begins"), ("disk", "begins")], self.states(0))
+        self.assertEqual([("disk", "begins"), ("erro", "begins")], self.states(0))
+
+    def test_a_broken_file_does_not_hide_the_rest(self):
+        self.store._db = Faulty(self.store._db, "SELECT")
+        self.free = 0
+        self.assertEqual([("disk", "begins")], self.states(30))
+        self.assertEqual(1, self.logged().count("alarms will look again: Operational"))
 
 
 class AlarmTargetTest(AlarmCase):
@@ -3673,7 +3691,7 @@ class AlarmTargetTest(AlarmCase):
             self.after(3600)
         waits = [b - a for a, b in itertools.pairwise(self.posted)]
         self.assertEqual([10, 20, 40, 80, 160, 320, 600, 600, 600, 600], waits)
-        lines = [line for line in self.log.output if "tried again" in line]
+        lines = [line for line in self.log.output if "is tried again" in line]
         self.assertIn("ConnectionRefusedError: Connection refused", lines[0])
 
     def test_what_was_over_before_it_could_be_told_is_told(self):
@@ -4039,6 +4057,19 @@ class HttpTest(Loop):
         self.assertEqual(200, self.status(http_post()))
 
 
+class ConnectionTroubleTest(Loop):
+    def test_its_log_line_does_not_show_what_was_sent(self):
+        client = self.client()
+        self.turn()
+        [channel] = self.server.channels()
+        channel.received = mock.Mock(side_effect=ValueError("hidden"))
+        client.sendall(b"x")
+        self.turn()
+        self.assertIsNone(self.heard(client))
+        self.assertIn("a connection is closed: ValueError at", self.logged())
+        self.assertNotIn("hidden", self.logged())
+
+
 class StopTest(Loop):
     def test_answers_close_their_connection_and_silent_ones_are_closed(self):
         silent = self.client()
@@ -4210,6 +4241,51 @@ class StartTest(unittest.TestCase):
         )
         self.assertIn('requires-python = ">=3.10"', block["content"])
         self.assertIn('"waitress>=2.1.2"', block["content"])
+
+
+class ServiceLogTest(unittest.TestCase):
+    def test_a_scanner_does_not_fill_the_log(self):
+        """10,000 wrong tokens on many paths and from many addresses."""
+        with Service(TRUSTED_PROXY="127.0.0.1") as service:
+            for number in range(100):
+                requests = b"".join(
+                    http_post(
+                        token=f"wrong-{number}-{n}",
+                        path=f"/{('webhook', 'fila/pegar', 'x')[n % 3]}/{n}?token={n}",
+                        headers=[f"X-Forwarded-For: 10.0.{number}.{n}"],
+                    )
+                    for n in range(100)
+                )
+                with dial(service.port, requests) as link:
+                    answers = b""
+                    while answers.count(b"HTTP/1.1 4") < 100:
+                        answers += link.recv(1 << 20)
+            service.stop()
+            lines = service.log.read_text().splitlines()
+        self.assertLess(len(lines), 20)
+        found = re.findall(r" (\w+ \S+): .*number (\d+)", "\n".join(lines))
+        self.assertEqual(10_000, sum(int(number) for number in dict(found).values()))
+        self.assertNotIn("wrong-", "\n".join(lines))
+
+    def test_json_lines(self):
+        with Service(LOG_FORMAT="json", TOKEN="short") as service:
+            service.call("GET", "/nowhere")
+            service.stop()
+            lines = service.log.read_text().splitlines()
+        levels = [json.loads(line)["level"] for line in lines]
+        self.assertEqual(["WARNING", "INFO", "WARNING", "INFO"], levels)
+
+    def test_a_crash_says_where_but_not_with_what(self):
+        for log_format in ("text", "json"):
+            crash = "import buffer; buffer.notify = lambda _: 1 / {}['hidden']"
+            command = [sys.executable, "-c", f"{crash}; buffer.main([])"]
+            service = Service(LOG_FORMAT=log_format, PYTHONPATH=HERE)
+            service.command = command
+            with service:
+                self.assertEqual(1, service.process.wait(30))
+                last = service.log.read_text().splitlines()[-1]
+            self.assertIn("KeyError at ", last)
+            self.assertNotIn("hidden", last)
 
 
 class ServiceTest(unittest.TestCase):
