@@ -23,6 +23,7 @@ Consumers
 Operators
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
     GET /health                   200 while messages can be stored, else 503
+    ALERT_URL                     is told when something is wrong, and when it is over
 
 Every request but the last carries the token: X-Token, Authorization: Bearer, or ?token=
 (the header wins).
@@ -100,17 +101,22 @@ def safe_text(error):
     return kind
 
 
+def trail(error):
+    """A traceback as one line without values: the last steps, by their names."""
+    steps = list(traceback.walk_tb(error.__traceback__))[-10:]
+    places = [
+        f"{os.path.basename(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}"
+        for frame, line in steps
+    ]
+    return f"{safe_text(error)} at {', '.join(places)}"
+
+
 def discreet(record):
-    """A filter for logs: instead of a traceback one line without values."""
+    """A filter for logs, which makes a trail() of a traceback."""
     if record.exc_info and record.exc_info[1]:
-        error, steps = record.exc_info[1], []
-        for frame, line in traceback.walk_tb(error.__traceback__):
-            code = frame.f_code
-            file = os.path.basename(code.co_filename)
-            steps.append(f"{file}:{line} {code.co_name}")
-        text, trail = record.getMessage(), f"{safe_text(error)} at {', '.join(steps)}"
-        record.fields = {"message": text, "traceback": trail}
-        record.msg, record.args = f"{text}: {trail}", ()
+        text, where = record.getMessage(), trail(record.exc_info[1])
+        record.fields = {"message": text, "traceback": where}
+        record.msg, record.args = f"{text}: {where}", ()
         record.exc_info = record.exc_text = None
     return True
 
@@ -1996,8 +2002,9 @@ class App:
             return self.refuse(refusal, environ)
         except (sqlite3.Error, OSError) as error:
             return self.failed(error)
-        except Exception:  # our fault: the sender shall try again, the others go on
-            log.exception("unexpected error")
+        except Exception as error:  # noqa: BLE001 - our fault: try again, please
+            where = trail(error)
+            self.trouble(where, "answering 503, unexpected error: %s", where)
             return UNAVAILABLE
 
     def route(self, request):

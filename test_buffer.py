@@ -803,6 +803,15 @@ class DiscreetLogTest(Case):
         self.assertIn("column 'path'", line)
         self.assertNotIn("hidden", line)
 
+    def test_a_long_traceback_is_cut(self):
+        def deeper():
+            deeper()
+
+        try:
+            deeper()
+        except RecursionError as error:
+            self.assertEqual(10, buffer.trail(error).count("deeper"))
+
     def test_json_has_the_traceback_as_a_field(self):
         line = json.loads(self.formatted(KeyError("hidden"), "json"))
         self.assertRegex(line["time"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")
@@ -3079,10 +3088,15 @@ class TroubleTest(Case):
         self.send()
 
     def test_a_fault_of_ours_is_503_without_details(self):
-        with mock.patch.object(self.app.store, "pegar", side_effect=KeyError("inside")):
-            status, text = self.call("POST", "/fila/pegar")
+        def fails(*_, **__):
+            raise KeyError("inside")
+
+        with mock.patch.object(self.app.store, "pegar", fails):
+            for _ in range(10):
+                status, text = self.call("POST", "/fila/pegar")
         self.assertEqual(503, status)
         self.assertNotIn("inside", text)
+        self.assertEqual(1, self.logged().count("unexpected error"))
         self.assertRegex(self.logged(), r"KeyError at buffer.py:\d+ respond, .*pegar")
 
 
