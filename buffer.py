@@ -2558,11 +2558,11 @@ class Alarms(threading.Thread):
         queue = {"messages": now_is.pending, "limit": now_is.most}
         yield "disk", now_is.cause == "MIN_FREE", text("MIN_FREE"), disk
         yield "queue", now_is.cause == "MAX_PENDING", text("MAX_PENDING"), queue
-        yield "erro", *self.erro(now)
+        yield ("erro", *self.erro(now))
         if self.settings.alert_age:
-            yield "age", *self.age(self.settings.alert_age)
+            yield ("age", *self.age(self.settings.alert_age))
         if self.settings.alert_silence:
-            yield "silence", *self.silence(now, self.settings.alert_silence)
+            yield ("silence", *self.silence(now, self.settings.alert_silence))
 
     def erro(self, now):
         """It is over when none has landed there for a while: to empty it is for people."""
