@@ -1506,9 +1506,9 @@ class Repeats:
         now = self.clock()
         for kind in kinds or list(self._kept):
             when, before = self._logged.get(kind, (-math.inf, 0))
-            if now - when >= gap:
-                text, values = self._kept.pop(kind)
-                total = self.total[kind]
+            kept = self._kept.pop(kind, None) if now - when >= gap else None
+            if kept:  # and no other thread had it
+                (text, values), total = kept, self.total[kind]
                 self._logged[kind] = now, total
                 fields = {"kind": kind, "number": total, "new": total - before}
                 values = *values, total, total - before
@@ -1557,7 +1557,7 @@ class Pressure:
             free, least = self.free >> 20, self.least >> 20
             return f"the database's disk has {free} MiB free, MIN_FREE is {least} MiB"
         most = self.most
-        return f"{self.pending} messages are in the queue, MAX_PENDING is {most}"
+        return f"messages in the queue: {self.pending}, MAX_PENDING is {most}"
 
 
 class Buckets:
@@ -2570,8 +2570,8 @@ class Alarms(threading.Thread):
         if dead != self.dead:
             self.dead, self._landed = dead, now
         count, reasons = sum(dead.values()), dead.most_common(self.SHOWN)
-        text = f"{count} messages have landed in erro since the last alarm"
-        text += "".join(f", {number} x {reason!r}" for reason, number in reasons)
+        shown = ", ".join(f"{number} x {reason!r}" for reason, number in reasons)
+        text = f"messages landed in erro since the last alarm: {count} ({shown})"
         numbers = {"messages": count, "reasons": dict(reasons)}
         return now - self._landed < self.GAP, text, numbers
 
@@ -2595,7 +2595,7 @@ class Alarms(threading.Thread):
         said = {"kind": kind, "state": state, "host": host, "begun": alarm.begun}
         text = f"buffer.py on {host}: {'' if alarm.is_on else 'over: '}{text}"
         if alarm.begun > alarm.is_on:
-            text += f" (it began {alarm.begun} times since the last alarm)"
+            text += f"; how often it began since the last alarm: {alarm.begun}"
         body = to_json({"text": text, **said, **numbers})
         try:
             self.send(self.settings.alert_url, body)
