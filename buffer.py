@@ -26,6 +26,7 @@ Operators
     GET /metrics                  numbers for Prometheus; METRICS_TOKEN opens it too
     python buffer.py status       the same as a table, from the file
     python buffer.py backup FILE  a copy of the file, also while the service runs
+    ALERT_URL                     is told when something is wrong, and when it is over
 
 Delivery
     FORWARD_URL=http://...        or each message by POST to a URL, one after the other;
@@ -84,6 +85,7 @@ import re
 import resource
 import secrets
 import select
+import shutil
 import signal
 import socket
 import sqlite3
@@ -91,6 +93,7 @@ import stat
 import tempfile
 import threading
 import time
+import traceback
 import typing
 import urllib.parse
 import zlib
@@ -98,6 +101,40 @@ import zlib
 __version__ = "1.0.0"
 
 log = logging.getLogger("buffer")
+
+
+def safe_text(error):
+    """What a log may say of an exception. The text of most can be a payload or a token:
+    KeyError's is the key."""
+    kind = type(error).__name__
+    if isinstance(error, OSError):
+        return f"{kind}: {error.strerror}" if error.strerror else kind
+    if isinstance(error, sqlite3.Error):  # "Could not decode to UTF-8 ... with text '"
+        return f"{kind}: {error}".partition(" with text ")[0]
+    return kind
+
+
+def trail(error):
+    """A traceback as one line without values: the last steps, by their names."""
+    steps = list(traceback.walk_tb(error.__traceback__))[-10:]
+    places = [
+        f"{os.path.basename(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}"
+        for frame, line in steps
+    ]
+    return f"{safe_text(error)} at {', '.join(places)}"
+
+
+def discreet(record):
+    """A filter for logs, which makes a trail() of a traceback."""
+    if record.exc_info and record.exc_info[1]:
+        text, where = record.getMessage(), trail(record.exc_info[1])
+        record.fields = {"message": text, "traceback": where}
+        record.msg, record.args = f"{text}: {where}", ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
+log.addFilter(discreet)
 
 
 class StartError(Exception):
@@ -148,10 +185,15 @@ def days(text):
     return within(0.001, 36500, float(*matched(r"([0-9]{1,5}(?:\.[0-9]+)?)", text)))
 
 
+def space(text):
+    """a number of bytes, or one such as 512K, 256M or 2G"""
+    number, unit = matched("([0-9]{1,12})([KMG]?)", text)
+    return int(number) << " KMG".index(unit.upper() or " ") * 10
+
+
 def size(text):
     """a number of bytes, or one such as 512K or 32M, up to 512M"""
-    number, unit = matched("([0-9]{1,12})([KMG]?)", text)
-    return within(1, 512 << 20, int(number) << " KMG".index(unit.upper() or " ") * 10)
+    return within(1, 512 << 20, space(text))
 
 
 def tokens(text):
@@ -180,6 +222,11 @@ def networks(text):
     return tuple(ipaddress.ip_network(part, strict=False) for part in parts)
 
 
+def log_format(text):
+    """text or json"""
+    return matched("(text|json)", text)[0].lower()
+
+
 def level(text):
     """DEBUG, INFO, WARNING or ERROR"""
     return matched("(DEBUG|INFO|WARNING|ERROR)", text)[0].upper()
@@ -188,6 +235,16 @@ def level(text):
 def public_url(text):
     """a URL such as https://hooks.example.com, without query"""
     return matched(r"(https?://[^\s?#]+?)/*", text)[0] if text else ""
+
+
+def secret_url(text):
+    """a URL such as https://host/path, without user; or nothing"""
+    if not text:
+        return None
+    host = r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?"
+    [url] = matched(rf"(https?://{host}(?:[/?][!-~]*)?)", text)
+    within(0, 65535, urllib.parse.urlsplit(url).port or 0)
+    return url
 
 
 def one_secret(text):
@@ -352,6 +409,21 @@ class Settings:
     rate_limit: int = setting(
         "0", count, "webhooks a second from one address, 0 for no limit"
     )
+    min_free: int = setting(
+        "256M", space, "free bytes on the disk below which senders get 503; 0 is off"
+    )
+    max_pending: int = setting(
+        "0", count, "messages in the queue at which senders get 503; 0 is off"
+    )
+    alert_url: str = setting(
+        None, secret_url, "is told when something is wrong, and when it is over"
+    )
+    alert_age: int = setting(
+        "900", count, "seconds a message may be due before that is an alarm; 0 is off"
+    )
+    alert_silence: int = setting(
+        "0", count, "seconds without a message that are an alarm; 0 is off"
+    )
     trusted_proxy: tuple = setting(
         "", networks, "proxies whose X-Forwarded-For is believed"
     )
@@ -371,6 +443,7 @@ class Settings:
         None, header_value, "a header for the target", "FORWARD_HEADER_<NAME>"
     )
     log_level: str = setting("INFO", level, "how much is logged, on standard error")
+    log_format: str = setting("text", log_format, "how: as text or as JSON lines")
 
     sources: tuple = ()  # pairs of a source's name and its SourceSettings
 
@@ -735,7 +808,7 @@ UPDATE fila NOT INDEXED
        locked_at = NULL,
        lease_until = NULL
  WHERE id IN (SELECT value FROM json_each(:ids))
-RETURNING status"""
+RETURNING status, reason"""
 
 DELAYS_OVER = """
 SELECT id, size
@@ -812,7 +885,7 @@ UPDATE fila NOT INDEXED
        available_at = NULL,
        reason = :reason {CHOSEN}
    AND status IN ('pendente', 'processando')
-RETURNING id, status"""
+RETURNING id, status, reason"""
 
 # Without a delay: backoff, doubled with each attempt up to an hour, give or take a fifth.
 # An attempt that is `spared` was none: what it was to reach could not be reached.
@@ -830,7 +903,7 @@ UPDATE fila NOT INDEXED
        locked_at = NULL,
        lease_until = NULL {CHOSEN}
    AND status = 'processando'
-RETURNING id, status"""
+RETURNING id, status, reason"""
 
 ESTENDER = f"""
 UPDATE fila NOT INDEXED
@@ -848,6 +921,13 @@ UPDATE fila NOT INDEXED
        reason = NULL {CHOSEN}
    AND status IN ('erro', 'processado')
 RETURNING id, status"""
+
+PENDING = """
+SELECT total(n)
+  FROM contadores
+ WHERE name IN ('pendente', 'processando')"""
+
+ARRIVALS = "SELECT total(seq) FROM sqlite_sequence WHERE name = 'fila'"
 
 STATUS = """
 SELECT id, status, attempts
@@ -917,33 +997,25 @@ DELETE FROM eventos
    AND seen_at < :before
 RETURNING id"""
 
-# The first in the queue, and what would join it if somebody claimed now.
-OLDEST = """
-SELECT :epoch - CAST(strftime('%s', min(created_at)) AS INTEGER) AS age
-  FROM fila NOT INDEXED
- WHERE id IN (SELECT *
-                FROM (SELECT id
-                        FROM fila INDEXED BY fila_queue
-                       WHERE status = 'pendente'
-                         AND available_at IS NULL
-                       ORDER BY id
-                       LIMIT 1)
-               UNION ALL
-              SELECT *
-                FROM (SELECT id
-                        FROM fila INDEXED BY fila_queue
-                       WHERE status = 'pendente'
-                         AND available_at <= :now
-                       ORDER BY available_at
-                       LIMIT :limit)
-               UNION ALL
-              SELECT *
-                FROM (SELECT id
-                        FROM fila INDEXED BY fila_lease
-                       WHERE status = 'processando'
-                         AND lease_until <= :now
-                       ORDER BY lease_until
-                       LIMIT :limit))"""
+# Since when the first in the queue is due, and what would join it if somebody claimed.
+OLDEST_DUE = """
+SELECT :epoch - CAST(strftime('%s', min(since)) AS INTEGER)
+  FROM (SELECT created_at AS since
+          FROM fila NOT INDEXED
+         WHERE id = (SELECT min(id)
+                       FROM fila INDEXED BY fila_queue
+                      WHERE status = 'pendente'
+                        AND available_at IS NULL)
+         UNION ALL
+        SELECT min(available_at)
+          FROM fila INDEXED BY fila_queue
+         WHERE status = 'pendente'
+           AND available_at <= :now
+         UNION ALL
+        SELECT min(lease_until)
+          FROM fila INDEXED BY fila_lease
+         WHERE status = 'processando'
+           AND lease_until <= :now)"""
 
 SHIFT = (
     """
@@ -1042,6 +1114,7 @@ class Store:
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
+    REASONS = 100  # that dead() tells apart
 
     def __init__(self, path, clock=time.time, max_attempts=10, backoff=30):
         """Opens or makes the file. StartError when it cannot be used."""
@@ -1053,6 +1126,7 @@ class Store:
             )
         self.path, self.clock = os.path.abspath(path), clock
         self.most, self.backoff = max_attempts, backoff
+        self._dead = collections.Counter()  # reasons of what has gone to erro
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
         self._at = self._now = None  # when the outermost began: in seconds, as text
@@ -1319,6 +1393,7 @@ class Store:
             ended = self._run(LEASE_ENDED, now=now, **values)
             self._log += [("vencidas", "")] * len(ended)
             self._count_used_up(row["status"] for row in ended)
+            self._count_dead(ended)
             return len(ended)
 
     def _count_used_up(self, statuses):
@@ -1326,6 +1401,22 @@ class Store:
         self._log += [("esgotadas", "")] * count
         if count:
             log.warning("%d messages have used up their attempts, see erro", count)
+
+    def _count_dead(self, rows):
+        for row in rows:
+            if row["status"] == "erro":
+                reason = (row["reason"] or "no reason given")[:100]
+                full = len(self._dead) >= self.REASONS and reason not in self._dead
+                self._dead["other reasons" if full else reason] += 1
+
+    def dead(self, told=None):
+        """How many have gone to erro here, a Counter by reasons, cut to 100 characters.
+
+        What was `told` of them is not counted any more.
+        """
+        with self._lock:
+            self._dead -= told or collections.Counter()
+            return self._dead.copy()
 
     def processado(self, ids, attempt=None):
         """Done. Like the other verdicts it takes ids and perhaps the attempt that is
@@ -1362,8 +1453,10 @@ class Store:
         """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
             values.update(ids=json.dumps(ids), attempt=attempt, now=now)
-            settled = {row["id"]: row["status"] for row in self._run(sql, **values)}
-            self._log += [("resolvidas", verdict)] * len(settled)
+            changed = self._run(sql, **values)
+            self._log += [("resolvidas", verdict)] * len(changed)
+            self._count_dead(changed)
+            settled = {row["id"]: row["status"] for row in changed}
             rest = json.dumps([id_ for id_ in ids if id_ not in settled])
             known = {row["id"]: row for row in self._run(STATUS, ids=rest)}
         outcomes = {id_: Outcome(None, status) for id_, status in settled.items()}
@@ -1410,6 +1503,27 @@ class Store:
         self._run(REMEMBER, ids=ids)
         return len(self._run(DELETE, ids=ids))
 
+    def oldest_due(self):
+        """Seconds since the oldest message that is due came, or its delay or lease ended;
+        None when none is."""
+        epoch = int(self.clock())
+        [[age]] = self._run(OLDEST_DUE, epoch=epoch, now=utc(epoch))
+        return age if age is None else max(0, age)
+
+    def arrivals(self):
+        """A number that has grown when a message was kept, by whatever process."""
+        [[number]] = self._run(ARRIVALS)
+        return number
+
+    def pending(self):
+        """How many messages wait or are in work."""
+        [[count]] = self._run(PENDING)
+        return count
+
+    def free(self):
+        """Bytes that the file's disk still takes."""
+        return shutil.disk_usage(self.path).free
+
     def changes(self):
         """A number that has grown when something was changed through this connection."""
         return self._db.total_changes - self._own
@@ -1421,26 +1535,23 @@ class Store:
         """
         with self._lock:
             epoch = int(self.clock())
-            limit = {"epoch": epoch, "now": utc(epoch), "limit": self.BITE[0]}
-            [[oldest]] = self._run(OLDEST, **limit)
             counted = {name: {} for name in (*STATUSES, *COUNTERS)}
             for name, label, n in self._run(COUNTED):
                 counted.setdefault(name, {})[label] = n
             for (name, label), n in self._waiting.items():
                 counted[name][label] = counted[name].get(label, 0) + n
-            disk = os.statvfs(os.path.dirname(self.path))
             return {
                 "mensagens": [
                     {"fonte": source or None, "status": status, "quantidade": n}
                     for status in STATUSES
                     for source, n in counted[status].items()
                 ],
-                "mais_antiga": oldest if oldest is None else max(0, oldest),
+                "mais_antiga": self.oldest_due(),
                 "por_minuto": self._minutes(epoch // 60),
                 "contadores": {name: counted[name] for name in COUNTERS},
                 "arquivo": os.path.getsize(self.path),
                 "wal": size_of(f"{self.path}-wal"),
-                "livre": disk.f_bavail * disk.f_frsize,
+                "livre": self.free(),
             }
 
     def _minutes(self, now):
@@ -1855,16 +1966,66 @@ class Repeats:
         self.how, self.clock = how, clock
         self.total = collections.Counter()
         self._logged = {}  # kind: (when, total by then)
+        self._kept = {}  # kind: text and values of the last one that was not logged
 
     def __call__(self, kind, text, *values):
         self.total[kind] += 1
-        now, total = self.clock(), self.total[kind]
-        when, before = self._logged.get(kind, (-math.inf, 0))
-        if now - when >= 60:
-            self._logged[kind] = now, total
-            log.log(
-                self.how, f"{text} (number %d, %d new)", *values, total, total - before
-            )
+        self._kept[kind] = text, values
+        self.flush([kind])
+
+    def flush(self, kinds=None, gap=60):
+        """Logs what was kept back, unless its kind was logged in the last `gap` seconds:
+        without this nobody would learn how long a burst went on after its first."""
+        now = self.clock()
+        for kind in kinds or list(self._kept):
+            when, before = self._logged.get(kind, (-math.inf, 0))
+            kept = self._kept.pop(kind, None) if now - when >= gap else None
+            if kept:  # and no other thread had it
+                (text, values), total = kept, self.total[kind]
+                self._logged[kind] = now, total
+                fields = {"kind": kind, "number": total, "new": total - before}
+                values = *values, total, total - before
+                text = f"{text} (number %d, %d new)"
+                log.log(self.how, text, *values, extra={"fields": fields})
+
+
+class Pressure:
+    """Whether senders have to wait, since the disk or the queue is nearly full.
+
+    A full disk would stop the consumers too, and nobody could empty it.
+    """
+
+    def __init__(self, settings, store):
+        self.least, self.most = settings.min_free, settings.max_pending
+        self.store = store
+        self.cause = None  # the setting for whose sake they wait
+        self.free = self.pending = 0  # as of the last look
+
+    def look(self):
+        before, self.cause = self.cause, self.found()
+        if self.cause and self.cause != before:
+            log.warning("senders get 503: %s", self.text(self.cause))
+        elif before and not self.cause:
+            log.warning("senders are served again: %s", self.text(before))
+
+    def found(self):
+        """It ends with a tenth of room, or it would begin and end for ever."""
+        least = self.least * (1.1 if self.cause == "MIN_FREE" else 1)
+        most = self.most * (0.9 if self.cause == "MAX_PENDING" else 1)
+        if least:
+            self.free = self.store.free()
+        if most:
+            self.pending = int(self.store.pending())
+        if self.free < least:
+            return "MIN_FREE"
+        return "MAX_PENDING" if 0 < most <= self.pending else None
+
+    def text(self, cause):
+        if cause == "MIN_FREE":
+            free, least = self.free >> 20, self.least >> 20
+            return f"the database's disk has {free} MiB free, MIN_FREE is {least} MiB"
+        most = self.most
+        return f"messages in the queue: {self.pending}, MAX_PENDING is {most}"
 
 
 class Buckets:
@@ -2272,6 +2433,7 @@ class App:
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
     LONGEST_WAIT = 60  # seconds
     MANY = 5000  # messages that one reenviar by filter takes
+    EVERY = 0.1  # seconds
 
     def __init__(self, settings, store, wall=time.time):
         """`wall` is the clock that senders' timestamps are compared with."""
@@ -2291,6 +2453,8 @@ class App:
         self.wrong = Buckets(20 / 60, 20)  # credentials, of everybody
         rate = settings.rate_limit
         self.webhooks = Buckets(rate, 2 * rate) if rate else None
+        self.pressure = Pressure(settings, store)
+        self._due = -math.inf  # when tick() has something to do
 
     def __call__(self, environ, start_response):
         """The WSGI application (PEP 3333)."""
@@ -2318,8 +2482,9 @@ class App:
             return self.refuse(refusal, environ)
         except (sqlite3.Error, OSError) as error:
             return self.failed(error)
-        except Exception:  # our fault: the sender shall try again, the others go on
-            log.exception("unexpected error")
+        except Exception as error:  # noqa: BLE001 - our fault: try again, please
+            where = trail(error)
+            self.trouble(where, "answering 503, unexpected error: %s", where)
             return UNAVAILABLE
 
     def route(self, request):
@@ -2379,6 +2544,8 @@ class App:
 
     def webhook(self, request):
         """A plain webhook or a source's; what a provider asks to check the URL first."""
+        if self.pressure.cause:
+            raise too_full(self.pressure.cause)
         self.limit_rate(request)
         settings, source = self.settings, request.source
         if not source:
@@ -2585,6 +2752,8 @@ class App:
         return Reply(204, b"", None)
 
     def health(self, request):
+        if self.pressure.cause:
+            raise too_full(self.pressure.cause)
         self.store.probe()
         return self.OK
 
@@ -2615,16 +2784,33 @@ class App:
         if wait:
             refusal = too_many(wait, refusal.reason)
         method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
-        path = path.partition("?")[0][:80]  # a token can stand behind %3F
-        line = "%d %s: %s %r from %s"
+        path = re.split("[?&;=]", path)[0][:80]  # a token can follow %3F, or a slip
+        method, line = method[:16], "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
         self.store.refused(reason)
         return refusal.reply
 
+    def tick(self, now):
+        """What has to be looked at now and then; called often, by the server after each
+        round. `now` in monotonic seconds."""
+        if now < self._due:
+            return
+        self._due = now + self.EVERY
+        self.flush()
+        try:
+            self.pressure.look()
+        except (sqlite3.Error, OSError) as error:
+            self.failed(error)
+
+    def flush(self, **gap):
+        """Logs what was kept back as a repetition."""
+        self.refused.flush(**gap)
+        self.trouble.flush(**gap)
+
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
-        self.trouble("storage", "answering 503, storage trouble: %s", error)
+        self.trouble("storage", "answering 503, storage trouble: %s", safe_text(error))
         self.store.refused("storage")
         return UNAVAILABLE
 
@@ -2638,6 +2824,11 @@ def not_allowed(methods):
 def too_many(wait, reason):
     headers = [("Retry-After", str(wait))]
     return Refusal(429, "requisições demais", headers, reason=reason)
+
+
+def too_full(cause):
+    headers = [("Retry-After", "30")]
+    return Refusal(503, "tente de novo mais tarde", headers, reason=cause)
 
 
 def echo(text):
@@ -3520,7 +3711,8 @@ class Housekeeper(threading.Thread):
             self.store.write_refusals()
             self.store.checkpoint()
         except sqlite3.Error as error:
-            self.trouble(str(error), "housekeeping will try again: %s", error)
+            text = safe_text(error)
+            self.trouble(text, "housekeeping will try again: %s", text)
 
     def nudge(self, now):
         """A little of it when it is due, for hosts where processes come and go."""
@@ -3531,6 +3723,154 @@ class Housekeeper(threading.Thread):
     def stop(self):
         self.stopped.set()
         self.join()
+
+
+# Alarms
+
+
+def post(url, body, timeout=10):
+    """Sends JSON; OSError or HTTPException unless the answer is 2xx. Redirects are not
+    followed: who may read the alarms stands in the URL."""
+    parts = urllib.parse.urlsplit(url)
+    secure = parts.scheme == "https"  # HTTPSConnection verifies the certificate
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json", "User-Agent": "buffer.py"}
+    link = kind(parts.hostname, parts.port, timeout=timeout)
+    with contextlib.closing(link):
+        link.connect()
+        # the timeout is for one byte, and one every nine seconds would hold us for ever
+        end = threading.Timer(timeout, link.sock.shutdown, [socket.SHUT_RDWR])
+        end.daemon = True
+        end.start()
+        try:
+            target = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
+            link.request("POST", target, body, headers)
+            status = link.getresponse().status
+        finally:
+            end.cancel()
+    if not 200 <= status < 300:
+        raise OSError(status, f"it answers {status}")
+
+
+class Alarm:
+    """One kind: what is the case, and what was told of it."""
+
+    is_on = told = False
+    begun = 0  # how often, since it was told
+    when = -math.inf  # it was told
+
+
+class Alarms(threading.Thread):
+    """Tells ALERT_URL when something is wrong and when it is over.
+
+    It has a thread of its own, for the target may be slow or down. Nothing is queued: as
+    soon as it may be told it tells how things are then, and how often they have changed.
+    """
+
+    EVERY, GAP = 10, 300  # seconds between looks, and between alarms of one kind
+    LONGEST = 600  # seconds until the target is tried again
+    SHOWN = 5  # reasons
+
+    def __init__(self, settings, store, pressure, clock=time.monotonic, send=post):
+        super().__init__(name="alarms", daemon=True)
+        self.settings, self.store, self.pressure = settings, store, pressure
+        self.clock, self.send = clock, send
+        self.stopped = threading.Event()
+        self.trouble = Repeats(logging.WARNING, clock)
+        self.alarms = collections.defaultdict(Alarm)
+        self.dead = collections.Counter()  # as of the last look
+        self._landed = -math.inf  # when a message last went to erro
+        self._arrivals, self._arrived = store.arrivals(), clock()
+        self._wait, self._retry = self.EVERY, -math.inf
+
+    def run(self):
+        while not self.stopped.wait(self.EVERY):
+            try:
+                self.look()
+            except Exception:  # whatever it was, the alarms must live on
+                log.exception("alarms will look again")
+
+    def stop(self):
+        """Without waiting for a target that is slow."""
+        self.stopped.set()
+        self.join(0.5)
+
+    def look(self):
+        """Tells what has to be told."""
+        now = self.clock()
+        try:
+            for kind, is_on, text, numbers in self.conditions(now):
+                alarm = self.alarms[kind]
+                alarm.begun += is_on and not alarm.is_on
+                alarm.is_on = is_on
+                is_news = alarm.begun or is_on != alarm.told
+                if is_news and now - alarm.when >= self.GAP and now >= self._retry:
+                    self.tell(kind, alarm, text, numbers)
+                if self.stopped.is_set():
+                    return
+        except sqlite3.Error as error:
+            self.trouble("store", "alarms will look again: %s", safe_text(error))
+        self.trouble.flush()
+
+    def conditions(self, now):
+        """(kind, whether it is so, a sentence, numbers) of each; first those that do
+        not read the file, which may be broken."""
+        now_is, text = self.pressure, self.pressure.text
+        disk = {"free": now_is.free, "limit": now_is.least}
+        queue = {"messages": now_is.pending, "limit": now_is.most}
+        yield "disk", now_is.cause == "MIN_FREE", text("MIN_FREE"), disk
+        yield "queue", now_is.cause == "MAX_PENDING", text("MAX_PENDING"), queue
+        yield ("erro", *self.erro(now))
+        if self.settings.alert_age:
+            yield ("age", *self.age(self.settings.alert_age))
+        if self.settings.alert_silence:
+            yield ("silence", *self.silence(now, self.settings.alert_silence))
+
+    def erro(self, now):
+        """It is over when none has landed there for a while: to empty it is for people."""
+        dead = self.store.dead()
+        if dead != self.dead:
+            self.dead, self._landed = dead, now
+        count, reasons = sum(dead.values()), dead.most_common(self.SHOWN)
+        shown = ", ".join(f"{number} x {reason!r}" for reason, number in reasons)
+        text = f"messages landed in erro since the last alarm: {count} ({shown})"
+        numbers = {"messages": count, "reasons": dict(reasons)}
+        return now - self._landed < self.GAP, text, numbers
+
+    def age(self, limit):
+        due = self.store.oldest_due() or 0
+        text = (
+            f"the oldest message that is due has waited {due} s, ALERT_AGE is {limit} s"
+        )
+        return due > limit, text, {"seconds": due, "limit": limit}
+
+    def silence(self, now, limit):
+        arrivals = self.store.arrivals()
+        if arrivals != self._arrivals:
+            self._arrivals, self._arrived = arrivals, now
+        quiet = int(now - self._arrived)
+        text = f"no message has come for {quiet} s, ALERT_SILENCE is {limit} s"
+        return quiet >= limit, text, {"seconds": quiet, "limit": limit}
+
+    def tell(self, kind, alarm, text, numbers):
+        host, state = socket.gethostname(), "begins" if alarm.is_on else "over"
+        said = {"kind": kind, "state": state, "host": host, "begun": alarm.begun}
+        text = f"buffer.py on {host}: {'' if alarm.is_on else 'over: '}{text}"
+        if alarm.begun > alarm.is_on:
+            text += f"; how often it began since the last alarm: {alarm.begun}"
+        body = to_json({"text": text, **said, **numbers})
+        try:
+            self.send(self.settings.alert_url, body)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._retry = self.clock() + self._wait
+            self._wait = min(2 * self._wait, self.LONGEST)
+            self.trouble("target", "ALERT_URL is tried again: %s", safe_text(error))
+            return
+        log.warning("alarm: %s %s", kind, state)
+        self._wait, alarm.when = self.EVERY, self.clock()
+        alarm.told, alarm.begun = alarm.is_on, 0
+        if kind == "erro":
+            self.dead = self.store.dead(told=self.dead)
 
 
 # The server
@@ -3599,7 +3939,7 @@ class Parser(HTTPRequestParser):
         try:
             consumed = super().received(data)
         except OSError as error:  # big bodies arrive in a temporary file: its disk
-            self.refuse(503, str(error))
+            self.refuse(503, error)
             return len(data)
         body = self.body_rcv
         if body is not None and not self.error:
@@ -3705,6 +4045,10 @@ class Channel(HTTPChannel):
 
     def received(self, data):
         return self.draining or super().received(data)
+
+    def handle_error(self):
+        log.exception("a connection is closed")  # waitress logs the exception's text
+        self.handle_close()
 
     def handle_expt(self):
         self.handle_close()  # urgent data is no HTTP
@@ -3950,6 +4294,7 @@ class Server:
         self.rounds.answer()
         now = time.monotonic()
         self.rounds.expire(now)
+        self.app.tick(now)
         if now - self._checked >= 1:
             self._checked = now
             self.each_second(now)
@@ -4081,15 +4426,34 @@ def open_delivery(settings, store):
     return Delivery(settings, store) if any(forwards) else None
 
 
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record):
+        when = f"{utc(record.created)}.{int(record.msecs):03}Z".replace(" ", "T")
+        line = {"time": when, "level": record.levelname, "message": record.getMessage()}
+        return to_json({**line, **getattr(record, "fields", {})})
+
+
 def start_log(settings):
+    handler = logging.StreamHandler()
+    handler.addFilter(discreet)  # for what others log, such as waitress
     form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=settings.log_level, format=form)
+    is_json = settings.log_format == "json"
+    handler.setFormatter(JsonLines() if is_json else logging.Formatter(form))
+    logging.basicConfig(handlers=[handler], level=settings.log_level)
     logging.getLogger("waitress").setLevel(logging.ERROR)
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # Relay says what is wrong
+    logging.raiseExceptions = False  # or a slip in a log line would print its values
     others = (settings.webhook_token or ()) + (settings.metrics_token or ())
     for token in settings.token + others:
         if len(token) < 16:
             log.warning("a token is shorter than 16 characters and can be guessed")
+
+
+def log_crash(kind, error, trail):
+    """In place of sys.excepthook, which prints the exception's text."""
+    log.critical("crashed", exc_info=(kind, error, trail))
 
 
 @functools.lru_cache(maxsize=1)
@@ -4098,6 +4462,8 @@ def hosted(pid):
     settings = Settings.read(os.environ)
     store = open_store(settings, time.time)
     start_log(settings)
+    if settings.alert_url:
+        log.warning("ALERT_URL is told nothing: alarms need python buffer.py")
     return App(settings, store), Housekeeper(settings, store)
 
 
@@ -4108,7 +4474,9 @@ def application(environ, start_response):
     except StartError as error:
         log.error("%s", error)
         return UNAVAILABLE.wsgi(environ, start_response)
-    housekeeper.nudge(time.monotonic())
+    now = time.monotonic()
+    app.tick(now)
+    housekeeper.nudge(now)
     return app(environ, start_response)
 
 
@@ -4217,19 +4585,25 @@ def run_service(_):
         raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
     settings = Settings.read(os.environ)
     start_log(settings)
+    sys.excepthook = log_crash
     clock = SteadyClock()
     store = open_store(settings, clock)
     app = App(settings, store)
     app.delivery = delivery = open_delivery(settings, store)
     server = Server(settings, app, listen(settings.addr), clock, delivery)
-    housekeeper = Housekeeper(settings, store)
-    housekeeper.start()
+    threads = [Housekeeper(settings, store)]
+    if settings.alert_url:
+        threads.append(Alarms(settings, store, app.pressure))
+    for thread in threads:
+        thread.start()
     where = ", ".join(server.addresses())
     log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
     server.run()
+    app.flush(gap=0)
     if delivery:
         delivery.stop()
-    housekeeper.stop()
+    for thread in threads:
+        thread.stop()
     store.close()
     log.info("stopped")
 

@@ -12,6 +12,7 @@ Where the folder ../shared with recorded traffic stands beside this one, more is
 import base64
 import collections
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import functools
@@ -19,6 +20,7 @@ import gzip
 import hashlib
 import hmac
 import http.client
+import http.server
 import importlib
 import importlib.metadata
 import importlib.util
@@ -33,6 +35,7 @@ import platform
 import re
 import resource
 import secrets
+import select
 import selectors
 import shutil
 import signal
@@ -99,6 +102,7 @@ class Case(unittest.TestCase):
 
     def open(self, **settings):
         environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
+        environ["MIN_FREE"] = "0"  # whatever disk the tests run on
         environ.update(self.settings, **settings)
         self.configured = buffer.Settings.read(environ)
         self.store = buffer.open_store(self.configured, self.clock)
@@ -180,6 +184,7 @@ class Service:
         self.folder = pathlib.Path(folder or self._own.name)
         self.db = self.folder / "b.sqlite"
         self.settings = {"TOKEN": TOKEN, "ADDR": "127.0.0.1:0", "DB_PATH": self.db}
+        self.settings["MIN_FREE"] = 0  # whatever disk the tests run on
         self.settings.update(settings)
         self.command = [*prefix, python, str(HERE / "buffer.py")]
         self.process = None
@@ -343,6 +348,8 @@ class SettingsTest(unittest.TestCase):
             ("32m", 32 << 20),
         ):
             self.assertEqual(number, self.read(MAX_BODY=text).max_body)
+        for text, number in (("0", 0), ("1", 1), ("20G", 20 << 30)):
+            self.assertEqual(number, self.read(MIN_FREE=text).min_free)
 
     def test_addresses(self):
         for text, expected in (
@@ -363,6 +370,9 @@ class SettingsTest(unittest.TestCase):
             ("MAX_BODY", "0", "512K"),
             ("MAX_BODY", "1G", "up to 512M"),
             ("MAX_BODY", "-1", "bytes"),
+            ("MIN_FREE", "1T", "256M or 2G"),
+            ("MAX_PENDING", "-1", "1000000"),
+            ("LOG_FORMAT", "xml", "text or json"),
             ("LEASE", "0", "seconds"),
             ("LEASE", "ten", "from 1 to 604800"),
             ("LEASE", "٣", "from 1 to 604800"),
@@ -419,6 +429,10 @@ class StoreTest(Case):
             ("DELAYS_OVER", "COVERING INDEX fila_queue (status=? AND available_at<?)"),
             ("LEASES_OVER", "COVERING INDEX fila_lease (lease_until<?)"),
             ("IN_WORK", "COVERING INDEX fila_lease (lease_until>?)"),
+            ("PENDING", "contadores USING PRIMARY KEY (name=?)"),
+            ("OLDEST_DUE", queue),
+            ("OLDEST_DUE", "INDEX fila_queue (status=? AND available_at<?)"),
+            ("OLDEST_DUE", by_id),
             *((name, by_id) for name in ("PEGAR", "PROCESSADO", "ERRO", "DEVOLVER")),
             *((name, by_id) for name in ("ESTENDER", "REENVIAR", "STATUS", "DELETE")),
             *((name, by_id) for name in ("LEASE_ENDED", "DELAY_ENDED", "FORGET")),
@@ -426,10 +440,7 @@ class StoreTest(Case):
             ("LIST", queue),
             ("LIST_DELAYED", "COVERING INDEX fila_delayed (id>?)"),
             ("OLD", "COVERING INDEX fila_settled (settled_at<?)"),
-            ("OLDEST", queue),
-            ("OLDEST", "COVERING INDEX fila_queue (status=? AND available_at<?)"),
-            ("OLDEST", "COVERING INDEX fila_lease (lease_until<?)"),
-            ("OLDEST", by_id),
+            ("OLDEST_DUE", "COVERING INDEX fila_lease (lease_until<?)"),
             (
                 "SEEN",
                 "COVERING INDEX sqlite_autoindex_eventos_1 (source=? AND event_id=?)",
@@ -761,6 +772,104 @@ class WebhookTest(Case):
         lines = [line for line in self.log.output if "it happened" in line]
         self.assertEqual(3, len(lines))
         self.assertIn("number 61, 60 new", lines[1])
+
+    def test_another_thread_may_have_logged_them(self):
+        repeats = buffer.Repeats(logging.WARNING, lambda: repeats._kept.clear() or 0)
+        repeats("kind", "it happened")
+        self.assertNotIn("it happened", self.logged())
+
+    def test_the_end_of_a_burst_is_logged_too(self):
+        self.app.refused.clock = clock = Clock(0)
+        for _ in range(100):
+            self.call("POST", "/webhook", b"{}", token=None)
+        for now in (59, 60, 120, 180):
+            clock.now = now
+            self.app.tick(now)
+        lines = [line for line in self.log.output if "token: POST" in line]
+        self.assertEqual(2, len(lines))
+        self.assertIn("number 100, 99 new", lines[1])
+        self.call("POST", "/webhook", b"{}", token=None)
+        self.call("POST", "/webhook", b"{}", token=None)
+        self.app.flush(gap=0)  # the service stops
+        self.assertIn("number 102, 1 new", self.log.output[-1])
+
+
+class DiscreetLogTest(Case):
+    """No token, secret or payload in the log, whatever goes wrong."""
+
+    def formatted(self, error, log_format="text"):
+        """What start_log()'s handler writes of an exception."""
+        settings = buffer.Settings.read({"TOKEN": TOKEN, "LOG_FORMAT": log_format})
+        output, root = io.StringIO(), logging.getLogger()
+        with mock.patch.multiple(root, handlers=[], level=root.level):
+            with contextlib.redirect_stderr(output):
+                buffer.start_log(settings)
+            try:
+                raise error
+            except Exception:
+                logging.getLogger("waitress").exception("Exception while serving %s", 1)
+        self.assertEqual(1, output.getvalue().count("\n"), output.getvalue())
+        return output.getvalue()
+
+    def test_a_traceback_is_one_line_without_values(self):
+        for error in (KeyError("hidden"), ValueError("hidden\nhidden")):
+            line = self.formatted(error)
+            self.assertRegex(line, r"ERROR Exception while serving 1: \w+Error at \w+")
+            self.assertNotIn("hidden", line)
+
+    def test_what_the_disk_and_sqlite_say_is_shown(self):
+        for error, text in (
+            (OSError(28, "No space left"), "OSError: No space left at"),
+            (sqlite3.OperationalError("database is locked"), ": database is locked at"),
+        ):
+            self.assertIn(text, self.formatted(error))
+        error = "Could not decode to UTF-8 column 'path' with text 'hidden'"
+        line = self.formatted(sqlite3.OperationalError(error))
+        self.assertIn("column 'path'", line)
+        self.assertNotIn("hidden", line)
+
+    def test_a_long_traceback_is_cut(self):
+        def deeper():
+            deeper()
+
+        try:
+            deeper()
+        except RecursionError as error:
+            self.assertEqual(10, buffer.trail(error).count("deeper"))
+
+    def test_json_has_the_traceback_as_a_field(self):
+        line = json.loads(self.formatted(KeyError("hidden"), "json"))
+        self.assertRegex(line["time"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")
+        self.assertEqual("ERROR", line["level"])
+        self.assertEqual("Exception while serving 1", line["message"])
+        self.assertRegex(
+            line["traceback"], r"^KeyError at test_buffer.py:\d+ formatted$"
+        )
+
+    def test_json_has_what_was_summed_up_as_fields(self):
+        self.call("POST", "/webhook", b"{}", token=None)
+        record = self.log.records[-1]
+        line = json.loads(buffer.JsonLines().format(record))
+        self.assertEqual(
+            ("WARNING", "token", 1, 1),
+            (line["level"], line["kind"], line["number"], line["new"]),
+        )
+
+    def test_a_secret_that_a_request_holds_anywhere_stays_out(self):
+        """The store's fault repeats all it was given."""
+
+        def fails(*values, **more):
+            raise ValueError(f"{values} {more}")
+
+        self.store.webhook = fails
+        self.app.refused.clock = itertools.count(step=60).__next__  # all are logged
+        for token in (TOKEN, None):
+            for path in ("/webhook", "/webhook?token=hidden", "/webhook&token=hidden"):
+                environ = {"PATH_INFO": path, "HTTP_X_KEY": "hidden"}
+                url = "/webhook?token=hidden&a=hidden"
+                self.call("POST", url, b"hidden", token, **environ)
+        self.assertIn("ValueError at", self.logged())
+        self.assertNotRegex(self.logged(), f"hidden|{TOKEN}")
 
 
 # Signatures
@@ -3157,16 +3266,16 @@ class CountersTest(SourceCase, QueueCase):
         self.assertEqual(10, oldest())  # one in work does not count
         self.settle(2, "processado")
         self.assertIsNone(oldest())
-        self.clock.now += 600
-        self.assertEqual(620, oldest())  # its lease is over, though nobody has claimed
+        self.clock.now += 610
+        self.assertEqual(10, oldest())  # its lease is over, though nobody has claimed
         self.claim()
         self.settle(1, "erro")
         self.settle(1, "reenviar")
         self.claim()
         self.settle(1, "devolver?em=100")
         self.assertIsNone(oldest())
-        self.clock.now += 100
-        self.assertEqual(720, oldest())
+        self.clock.now += 130
+        self.assertEqual(30, oldest())
 
     def test_looking_costs_the_same_however_many_there_are(self):
         def steps():
@@ -3337,11 +3446,86 @@ class TroubleTest(Case):
         self.send()
 
     def test_a_fault_of_ours_is_503_without_details(self):
-        with mock.patch.object(self.app.store, "pegar", side_effect=KeyError("inside")):
-            status, text = self.call("POST", "/fila/pegar")
+        def fails(*_, **__):
+            raise KeyError("inside")
+
+        with mock.patch.object(self.app.store, "pegar", fails):
+            for _ in range(10):
+                status, text = self.call("POST", "/fila/pegar")
         self.assertEqual(503, status)
         self.assertNotIn("inside", text)
-        self.assertIn("inside", self.logged())
+        self.assertEqual(1, self.logged().count("unexpected error"))
+        self.assertRegex(self.logged(), r"KeyError at buffer.py:\d+ respond, .*pegar")
+
+
+class PressureTest(Case):
+    """Senders get 503 before the disk is full, and consumers go on."""
+
+    settings = (("MIN_FREE", "1G"), ("MAX_PENDING", "10"))
+
+    def setUp(self):
+        super().setUp()
+        self.now, self.free = 0, 2 << 30
+
+    def codes(self):
+        """(webhook, health, pegar) after a second."""
+        self.store.free = lambda: self.free
+        self.now += 1
+        self.app.tick(self.now)
+        sent = self.call("POST", "/webhook", b"{}")[0]
+        health = self.call("GET", "/health", token=None)[0]
+        return sent, health, self.call("POST", "/fila/pegar?limite=1")[0]
+
+    def test_below_min_free_senders_wait_and_consumers_go_on(self):
+        self.assertEqual((200, 200, 200), self.codes())
+        self.free = (1 << 30) - 1
+        self.assertEqual((503, 503, 200), self.codes())
+        self.call("POST", "/webhook", b"{}")
+        self.assertEqual("30", self.answered["Retry-After"])
+        self.assertEqual(200, self.settle(1, "processado"))
+
+    def test_who_shows_no_token_is_not_told(self):
+        self.free = 0
+        self.codes()
+        self.assertEqual(401, self.call("POST", "/webhook", b"{}", token=None)[0])
+
+    def test_it_ends_with_a_tenth_of_room(self):
+        self.free = 1 << 29
+        self.codes()
+        for free, code in (((11 << 30) // 10 - 1, 503), ((11 << 30) // 10 + 1, 200)):
+            self.free = free
+            self.assertEqual((code, code, 200), self.codes())
+
+    def test_max_pending_counts_what_waits_and_what_is_in_work(self):
+        for _ in range(10):
+            self.send()
+        self.claim("?limite=5")
+        self.settle(1, "devolver?em=100")
+        self.assertEqual((503, 503, 200), self.codes())
+        self.settle(2, "processado")
+        self.assertEqual((503, 503, 200), self.codes())
+        self.settle(3, "erro")
+        self.assertEqual((200, 200, 200), self.codes())
+
+    def test_the_log_says_when_it_begins_and_ends(self):
+        for self.free in (0, 0, 2 << 30, 2 << 30):
+            self.codes()
+        begins = "senders get 503: the database's disk has 0 MiB free, MIN_FREE is 1024"
+        self.assertEqual(1, self.logged().count(begins))
+        self.assertEqual(1, self.logged().count("served again: the database's disk"))
+
+    def test_requests_do_not_pay_for_it(self):
+        self.store.free = free = mock.Mock(return_value=2 << 30)
+        self.store.pending = pending = mock.Mock(return_value=0)
+        for n in range(1000):  # two seconds
+            self.app.tick(n / 500)
+        self.assertLess(free.call_count, 25)
+        self.assertLess(pending.call_count, 25)
+
+    def test_trouble_while_looking_is_trouble_with_the_store(self):
+        with mock.patch.object(self.store, "free", side_effect=OSError(5, "I/O")):
+            self.app.tick(0)
+        self.assertIn("storage trouble: OSError: I/O", self.logged())
 
 
 class BodyTest(Case):
@@ -3390,6 +3574,7 @@ class HostedTest(Case):
         buffer.hosted.cache_clear()
         self.addCleanup(buffer.hosted.cache_clear)
         environ = {"TOKEN": TOKEN, "DB_PATH": str(self.folder / "b.sqlite")}
+        environ["MIN_FREE"] = "0"
         self.enter(mock.patch.dict(os.environ, environ))
         self.app = buffer.application
 
@@ -3405,6 +3590,17 @@ class HostedTest(Case):
         with mock.patch("os.getpid", return_value=-1):
             self.send()
             self.assertIsNot(here, buffer.hosted(-1))
+
+    def test_senders_wait_when_the_disk_is_nearly_full(self):
+        with mock.patch.dict(os.environ, {"MIN_FREE": "999999G"}):
+            self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+            self.claim()
+
+    def test_alarms_need_a_process_that_stays(self):
+        with mock.patch.dict(os.environ, {"ALERT_URL": "http://x/hidden"}):
+            self.send()
+        self.assertIn("ALERT_URL is told nothing", self.logged())
+        self.assertNotIn("hidden", self.logged())
 
     def test_a_wrong_setting_is_503(self):
         with mock.patch.dict(os.environ, {"MAX_BODY": "x"}):
@@ -4740,6 +4936,348 @@ class ClockTest(Case):
         self.assertEqual(1, len(self.claim()))
 
 
+# Alarms
+
+
+class Target(http.server.ThreadingHTTPServer):
+    """Where alarms go. `got` are (path, JSON); `does` is a status, or a function."""
+
+    daemon_threads = True
+
+    class RequestHandlerClass(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.got.append((self.path, json.loads(body)))
+            does = self.server.does
+            if callable(does):
+                return does(self)
+            self.send_response(does)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), self.RequestHandlerClass)
+        self.got, self.does = [], 200
+        self.url = f"http://127.0.0.1:{self.server_port}/hook/a-secret?chat_id=1"
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+def pick(mapping, names):
+    return tuple(mapping[name] for name in names.split())
+
+
+class AlarmCase(QueueCase):
+    settings = (("ALERT_AGE", "900"), ("ALERT_SILENCE", "3600"), ("MIN_FREE", "1G"))
+
+    def setUp(self):
+        super().setUp()
+        self.target = self.enter(Target())
+        self.store.free = lambda: self.free
+        self.free = 2 << 30
+        self.start()
+
+    def start(self):
+        url = {"alert_url": self.target.url}
+        self.configured = dataclasses.replace(self.configured, **url)
+        self.monotonic = Clock(0)
+        post = functools.partial(buffer.post, timeout=0.2)
+        values = self.configured, self.store, self.app.pressure, self.monotonic, post
+        self.alarms = buffer.Alarms(*values)
+
+    def after(self, seconds):
+        """The alarms that are told when the clock has been moved, with looks between."""
+        before, end = len(self.target.got), self.monotonic.now + seconds
+        while True:
+            self.app.tick(self.monotonic.now)
+            self.alarms.look()
+            step = min(10, end - self.monotonic.now)
+            if not step:
+                break
+            self.monotonic.now += step
+            self.clock.now += step
+        return [alarm for _, alarm in self.target.got[before:]]
+
+    def states(self, seconds):
+        return [(alarm["kind"], alarm["state"]) for alarm in self.after(seconds)]
+
+    def dead(self, count=1, reason=b"broken"):
+        for _ in range(count):
+            self.send()
+            id_ = self.rows("SELECT max(id) FROM fila")[0][0]
+            self.settle(id_, "erro", reason)
+
+
+class AlarmsTest(AlarmCase):
+    def test_in_good_order_nothing_is_told(self):
+        self.send()
+        self.claim()
+        self.assertEqual([], self.states(500))
+
+    def test_messages_that_land_in_erro(self):
+        self.dead(3)
+        self.dead(1, b"")
+        [alarm] = self.after(0)
+        self.assertEqual(("erro", "begins", 4), pick(alarm, "kind state messages"))
+        self.assertEqual({"broken": 3, "no reason given": 1}, alarm["reasons"])
+        self.assertEqual(socket.gethostname(), alarm["host"])
+        self.assertRegex(
+            alarm["text"],
+            r"^buffer.py on \S+: messages landed in erro since the last alarm: 4"
+            r" \(3 x 'broken', 1 x 'no reason given'\)$",
+        )
+
+    def test_erro_is_over_when_none_has_landed_for_five_minutes(self):
+        self.dead()
+        self.after(0)
+        self.assertEqual([], self.after(200))
+        self.dead(7, b"late")
+        self.assertEqual([], self.after(290))
+        [alarm] = self.after(20)
+        self.assertEqual(("erro", "over", 7), pick(alarm, "kind state messages"))
+        self.assertEqual({"late": 7}, alarm["reasons"])
+        self.assertEqual([], self.after(1000))
+
+    def test_used_up_attempts_are_deaths_too(self):
+        self.store.most = 1
+        for _ in range(3):
+            self.send()
+        self.claim()
+        self.settle(1, "devolver", b"again")
+        self.settle(2, "devolver")
+        self.clock.now += 600
+        self.store.lease_ended()
+        [alarm] = self.after(0)
+        reasons = {"again", "devolvida na última tentativa"}
+        reasons.add("prazo esgotado na última tentativa")
+        self.assertEqual(dict.fromkeys(reasons, 1), alarm["reasons"])
+
+    def test_reasons_are_cut_and_bounded(self):
+        self.dead(1, b"x" * 2000)
+        self.assertEqual(["x" * 100], list(self.after(0)[0]["reasons"]))
+        with mock.patch.object(self.store, "REASONS", 3):
+            for n in range(10):
+                self.dead(1, b"%d" % n)
+        self.assertEqual({"0", "1", "2", "other reasons"}, set(self.store.dead()))
+        self.assertEqual(7, self.store.dead()["other reasons"])
+
+    def test_the_oldest_due_message_is_too_old(self):
+        self.send()
+        self.assertEqual([], self.after(900))
+        [alarm] = self.after(10)
+        self.assertEqual(("age", "begins", 910), pick(alarm, "kind state seconds"))
+        self.assertIn("due has waited 910 s, ALERT_AGE is 900 s", alarm["text"])
+        self.after(300)
+        self.claim()
+        self.assertEqual([("age", "over")], self.states(0))
+
+    def test_what_is_delayed_or_in_work_is_not_due(self):
+        self.send()
+        self.claim("?reserva=1500")
+        self.assertEqual([], self.after(1200))
+        self.settle(1, "devolver?em=1000")
+        self.assertIsNone(self.store.oldest_due())
+        self.assertEqual([], self.after(1000 + 900))
+        self.assertEqual([("age", "begins")], self.states(10))
+
+    def test_nothing_was_received(self):
+        self.assertEqual([], self.after(3590))
+        [alarm] = self.after(10)
+        self.assertEqual(("silence", "begins", 3600), pick(alarm, "kind state seconds"))
+        self.send()
+        self.claim()
+        self.store.delete(1)  # a message that is gone had come nevertheless
+        self.assertEqual([("silence", "over")], self.states(300))
+
+    def test_silence_counts_from_the_start(self):
+        self.send()
+        self.claim()
+        self.settle(1, "processado")
+        self.clock.now += 86400
+        self.start()
+        self.assertEqual([], self.after(3590))
+
+    def test_the_disk_is_nearly_full(self):
+        self.free = 512 << 20
+        [alarm] = self.after(0)
+        told = "disk", "begins", 512 << 20, 1 << 30
+        self.assertEqual(told, pick(alarm, "kind state free limit"))
+        self.assertIn("has 512 MiB free, MIN_FREE is 1024 MiB", alarm["text"])
+        self.free = 2 << 30
+        self.assertEqual([("disk", "over")], self.states(300))
+
+    def test_the_queue_is_full(self):
+        self.app.pressure.most = 2
+        self.send()
+        self.send()
+        self.assertEqual([("queue", "begins")], self.states(0))
+        self.claim()
+        self.settle(1, "processado")
+        self.assertEqual([("queue", "over")], self.states(300))
+
+    def test_at_most_one_of_a_kind_in_five_minutes(self):
+        for minute in range(59):
+            self.free = (minute % 2) << 31
+            self.after(60)
+        kinds = collections.Counter(alarm["kind"] for _, alarm in self.target.got)
+        self.assertLessEqual(kinds["disk"], 12)
+        self.assertGreaterEqual(kinds["disk"], 10)
+
+    def test_what_happened_meanwhile_is_summed_up_in_the_next(self):
+        self.free = 0
+        self.after(0)
+        for _ in range(2):
+            for self.free in (2 << 30, 0):
+                self.assertEqual([], self.after(10))
+        self.free = 2 << 30
+        [alarm] = self.after(300)
+        self.assertEqual(("over", 2), pick(alarm, "state begun"))
+        self.assertIn("how often it began since the last alarm: 2", alarm["text"])
+
+    def test_kinds_do_not_wait_for_each_other(self):
+        self.dead()
+        self.free = 0
+        self.assertEqual([("disk", "begins"), ("erro", "begins")], self.states(0))
+
+    def test_a_broken_file_does_not_hide_the_rest(self):
+        self.store._db = Faulty(self.store._db, "SELECT")
+        self.free = 0
+        self.assertEqual([("disk", "begins")], self.states(30))
+        self.assertEqual(1, self.logged().count("alarms will look again: Operational"))
+
+
+class AlarmTargetTest(AlarmCase):
+    """The target is slow, down or wrong."""
+
+    def setUp(self):
+        super().setUp()
+        self.posted, self.send_alarm = [], self.alarms.send
+        self.alarms.send = self.count
+
+    def count(self, *values):
+        self.posted.append(self.monotonic.now)
+        self.send_alarm(*values)
+
+    def hang(self, handler):
+        """Says nothing."""
+        handler.rfile.read(1)
+
+    def drip(self, handler):
+        """A byte now and then, so that no single one takes too long."""
+        with contextlib.suppress(OSError):
+            for byte in itertools.cycle(b"HTTP/1.1 500 no"):
+                handler.wfile.write(bytes([byte]))
+                select.select([], [], [], 0.01)
+
+    def rubbish(self, handler):
+        handler.wfile.write(b"SSH-2.0-x\r\n")
+
+    def reset(self, handler):
+        linger = struct.pack("ii", 1, 0)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    def test_it_is_told_once_the_target_is_well(self):
+        wrong = (500, 404, 302, 307, self.hang, self.drip, self.rubbish, self.reset)
+        for does in wrong:
+            with self.subTest(does=does):
+                self.start()
+                self.target.does = does
+                self.dead()
+                self.after(0)
+                got = len(self.target.got)
+                self.target.does = 204
+                self.assertEqual([("erro", "begins")], self.states(10))
+                self.assertEqual(got + 1, len(self.target.got))
+        paths = {path for path, _ in self.target.got}
+        self.assertEqual({"/hook/a-secret?chat_id=1"}, paths)  # no redirect followed
+
+    def test_it_is_tried_again_less_and_less_often(self):
+        with mock.patch.object(self.alarms, "settings") as settings:
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                port = closed.getsockname()[1]
+            settings.alert_url = f"http://127.0.0.1:{port}"
+            settings.alert_age = settings.alert_silence = 0
+            self.dead()
+            self.after(3600)
+        waits = [b - a for a, b in itertools.pairwise(self.posted)]
+        self.assertEqual([10, 20, 40, 80, 160, 320, 600, 600, 600, 600], waits)
+        lines = [line for line in self.log.output if "is tried again" in line]
+        self.assertIn("ConnectionRefusedError: Connection refused", lines[0])
+
+    def test_what_was_over_before_it_could_be_told_is_told(self):
+        self.target.does = 500
+        self.free = 0
+        self.after(10)
+        self.free = 2 << 30
+        self.after(100)
+        self.target.does = 200
+        [alarm] = self.after(600)
+        self.assertEqual(("disk", "over", 1), pick(alarm, "kind state begun"))
+
+    def test_the_url_is_a_secret(self):
+        self.target.does = 404
+        self.dead()
+        self.after(0)
+        self.assertIn("it answers 404", self.logged())
+        self.assertNotIn("a-secret", self.logged() + repr(self.configured))
+        for url in ("ftp://hidden", "http://u:hidden@x/", "https://", "http://x:99999"):
+            with self.assertRaises(buffer.StartError) as caught:
+                self.open(ALERT_URL=url)
+            self.assertIn("ALERT_URL='***': it takes a URL", str(caught.exception))
+        self.open(ALERT_URL="")
+        self.assertIsNone(self.configured.alert_url)
+
+    def test_certificates_are_verified(self):
+        key, certificate = self.folder / "key", self.folder / "certificate"
+        make = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -keyout"
+        run_or_skip(self, *make.split(), str(key), "-out", str(certificate))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self.target.socket = context.wrap_socket(self.target.socket, server_side=True)
+        with self.assertRaises(ssl.SSLCertVerificationError):
+            buffer.post(f"https://localhost:{self.target.server_port}/", "{}")
+        self.assertEqual([], self.target.got)
+
+    def test_the_thread_lives_on_whatever_happens_and_stops(self):
+        self.alarms.EVERY = 0.001
+        with mock.patch.object(self.alarms, "look", side_effect=KeyError) as look:
+            self.alarms.start()
+            while look.call_count < 3:
+                pass
+        self.alarms.stop()
+        self.assertFalse(self.alarms.is_alive())
+
+
+class AlarmServiceTest(unittest.TestCase):
+    def test_senders_and_the_stop_do_not_wait_for_a_target_that_hangs(self):
+        hangs = threading.Event()
+        with Target() as target:
+            target.does = lambda handler: hangs.wait(30)
+            special = "import buffer; buffer.Alarms.EVERY = 0.01; buffer.main([])"
+            with Service(ALERT_URL=target.url) as service:
+                service.stop()
+                service.command = [sys.executable, "-c", special]
+                service.settings["PYTHONPATH"] = HERE
+                service.start()
+                service.call("POST", "/webhook", b"{}")
+                service.call("POST", "/fila/1/erro", b"broken")
+                while not target.got:
+                    time.sleep(0.01)
+                began = time.monotonic()
+                for _ in range(20):
+                    self.assertEqual(200, service.call("POST", "/webhook", b"{}")[0])
+                self.assertEqual(0, service.stop())
+                self.assertLess(time.monotonic() - began, 5)
+            hangs.set()
+
+
 # The server
 
 
@@ -5034,6 +5572,19 @@ class HttpTest(Loop):
             self.turn()
             total += len(self.heard(reader))
         self.assertEqual(200, self.status(http_post()))
+
+
+class ConnectionTroubleTest(Loop):
+    def test_its_log_line_does_not_show_what_was_sent(self):
+        client = self.client()
+        self.turn()
+        [channel] = self.server.channels()
+        channel.received = mock.Mock(side_effect=ValueError("hidden"))
+        client.sendall(b"x")
+        self.turn()
+        self.assertIsNone(self.heard(client))
+        self.assertIn("a connection is closed: ValueError at", self.logged())
+        self.assertNotIn("hidden", self.logged())
 
 
 class StopTest(Loop):
@@ -5373,6 +5924,51 @@ class BackupTest(Case):
             self.assertEqual(b"", process.stderr.read())
         self.assertEqual(130, process.returncode)
         self.assertEqual([], os.listdir(self.copy.parent))
+
+
+class ServiceLogTest(unittest.TestCase):
+    def test_a_scanner_does_not_fill_the_log(self):
+        """10,000 wrong tokens on many paths and from many addresses."""
+        with Service(TRUSTED_PROXY="127.0.0.1") as service:
+            for number in range(100):
+                requests = b"".join(
+                    http_post(
+                        token=f"wrong-{number}-{n}",
+                        path=f"/{('webhook', 'fila/pegar', 'x')[n % 3]}/{n}?token={n}",
+                        headers=[f"X-Forwarded-For: 10.0.{number}.{n}"],
+                    )
+                    for n in range(100)
+                )
+                with dial(service.port, requests) as link:
+                    answers = b""
+                    while answers.count(b"HTTP/1.1 4") < 100:
+                        answers += link.recv(1 << 20)
+            service.stop()
+            lines = service.log.read_text().splitlines()
+        self.assertLess(len(lines), 20)
+        found = re.findall(r" (\w+ \S+): .*number (\d+)", "\n".join(lines))
+        self.assertEqual(10_000, sum(int(number) for number in dict(found).values()))
+        self.assertNotIn("wrong-", "\n".join(lines))
+
+    def test_json_lines(self):
+        with Service(LOG_FORMAT="json", TOKEN="short") as service:
+            service.call("GET", "/nowhere")
+            service.stop()
+            lines = service.log.read_text().splitlines()
+        levels = [json.loads(line)["level"] for line in lines]
+        self.assertEqual(["WARNING", "INFO", "WARNING", "INFO"], levels)
+
+    def test_a_crash_says_where_but_not_with_what(self):
+        for log_format in ("text", "json"):
+            crash = "import buffer; buffer.notify = lambda _: 1 / {}['hidden']"
+            command = [sys.executable, "-c", f"{crash}; buffer.main([])"]
+            service = Service(LOG_FORMAT=log_format, PYTHONPATH=HERE)
+            service.command = command
+            with service:
+                self.assertEqual(1, service.process.wait(30))
+                last = service.log.read_text().splitlines()[-1]
+            self.assertIn("KeyError at ", last)
+            self.assertNotIn("hidden", last)
 
 
 class ServiceTest(unittest.TestCase):
@@ -5922,6 +6518,29 @@ class FullDiskTest(Proof):
         self.assertKept(self.acknowledged, self.db)
 
 
+class NearlyFullDiskTest(Proof):
+    def test_senders_wait_before_the_disk_is_full_and_consumers_empty_it(self):
+        disk = self.enter(mounted(self, "-t", "tmpfs", "-o", "size=128m", "tmpfs"))
+        ballast, body = disk / "ballast", secrets.token_hex(50_000)
+        ballast.write_bytes(bytes(64 << 20))
+        settings = {"DB_PATH": disk / "b.sqlite", "MIN_FREE": "32M"}
+        server = self.enter(Service(**settings))
+        for _ in range(1000):
+            status, headers, _ = server.call("POST", "/webhook", body)
+            if status != 200:
+                break
+        self.assertEqual((503, "30"), (status, headers["Retry-After"]))
+        self.assertGreater(shutil.disk_usage(disk).free, 4 << 20)
+        self.assertEqual(503, server.call("GET", "/health")[0])
+        while items := json.loads(server.call("POST", "/fila/pegar")[2]):
+            ids = json.dumps({"ids": [item["id"] for item in items]})
+            self.assertEqual(200, server.call("POST", "/fila/processado", ids)[0])
+        ballast.unlink()
+        server.logged("served again")
+        self.assertEqual(200, server.call("POST", "/webhook", body)[0])
+        self.assertNotIn("storage trouble", server.log.read_text())
+
+
 class BrokenDiskTest(Proof):
     def setUp(self):
         self.server = self.enter(Service())
@@ -6424,6 +7043,9 @@ class Constant:
 
     def changes(self):
         return 0
+
+    def tick(self, now):
+        pass
 
 
 def ceiling():
