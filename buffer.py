@@ -977,6 +977,41 @@ class Store:
             return self._run(sql, **values)
         return self._run(OF_SOURCE[sql], source=source, **values)
 
+    def report(self):
+        """How the queue stands; see the page."""
+        with self.transaction() as now:
+            counts = self._run(
+                "SELECT source, status, count(*) FROM fila GROUP BY source, status"
+            )
+            due = "status = 'pendente' AND coalesce(available_at, '') <= :now"
+            oldest = self._run(
+                "SELECT unixepoch(:now) - unixepoch(min(created_at)) FROM fila WHERE "
+                + due,
+                now=now,
+            )
+            first = int(self.clock()) // 60 * 60 - 59 * 60
+            minutes = []
+            for minute in range(first, first + 3600, 60):
+                span = {"a": utc(minute), "b": utc(minute + 60)}
+                [[received, settled]] = self._run(
+                    "SELECT (SELECT count(*) FROM fila WHERE created_at >= :a AND "
+                    "created_at < :b), (SELECT count(*) FROM fila WHERE settled_at >= "
+                    ":a AND settled_at < :b)",
+                    **span,
+                )
+                minutes.append([minute, received, settled])
+        disk = os.statvfs(os.path.dirname(self.path))
+        names = ("fonte", "status", "quantidade")
+        return {
+            "mensagens": [dict(zip(names, row)) for row in counts],
+            "mais_antiga": oldest[0][0],
+            "por_minuto": minutes,
+            "contadores": {},
+            "arquivo": os.path.getsize(self.path),
+            "wal": os.path.getsize(f"{self.path}-wal"),
+            "livre": disk.f_bavail * disk.f_frsize,
+        }
+
     def look(self, ids, whole):
         """Rows of messages as they are; of the payload the first 2 kB unless `whole`.
 
