@@ -21,7 +21,9 @@ Consumers
     POST /fila/{id}/reenviar      once more from the start
     POST /fila/processado ...     the same for many, with {"ids":[1,2]}
 Operators
+    GET /painel                   the page: the queue in a browser
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
+    GET /fila/motivos             why messages failed, and how many for each reason
     GET /health                   200 while messages can be stored, else 503
     GET /metrics                  numbers for Prometheus; METRICS_TOKEN opens it too
     python buffer.py status       the same as a table, from the file
@@ -32,8 +34,8 @@ Delivery
     FORWARD_URL=http://...        or each message by POST to a URL, one after the other;
     FORWARD_URL=amqp://...        or to RabbitMQ, done when the broker has confirmed it
 
-Every request but /health carries the token: X-Token, Authorization: Bearer, or ?token=
-(the header wins).
+Every request but those for /painel and /health carries the token: X-Token,
+Authorization: Bearer, or ?token= (the header wins).
 
 The life of a message
 
@@ -646,7 +648,9 @@ CREATE INDEX IF NOT EXISTS fila_delayed_source
 CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, size, status)
  WHERE status = 'processando';
 CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
- WHERE status = 'processado'
+ WHERE status = 'processado';
+CREATE INDEX IF NOT EXISTS fila_reason ON fila(reason, id, size, source, status)
+ WHERE status = 'erro'
 """
 
 # The index as it was when a claim could not leave sources out.
@@ -950,16 +954,72 @@ SELECT id, size
  WHERE status = 'pendente'
    AND available_at IS NOT NULL
    AND id > :after
+   AND id <= :until
  ORDER BY id
  LIMIT :limit"""
+
+# An empty :reason means those without one.
+LIST_REASON = """
+SELECT id, size
+  FROM fila INDEXED BY fila_reason
+ WHERE status = 'erro'
+   AND reason IS nullif(:reason, '')
+   AND id > :after
+   AND id <= :until
+   AND (:source IS NULL OR source = :source)
+ ORDER BY id
+ LIMIT :limit"""
+
+# The same with the newest first.
+NEWEST = {
+    sql: sql.replace("ORDER BY id", "ORDER BY id DESC")
+    for sql in (LIST, LIST_DELAYED, LIST_REASON)
+}
 
 # The same for one source.
 OF_SOURCE = {
     sql: sql.replace("fila_queue", "fila_source")
     .replace("fila_delayed", "fila_delayed_source")
     .replace("WHERE", "WHERE source = :source\n   AND")
-    for sql in (DUE, DELAYS_OVER, LIST, LIST_DELAYED)
+    for sql in (
+        DUE,
+        DELAYS_OVER,
+        LIST,
+        LIST_DELAYED,
+        NEWEST[LIST],
+        NEWEST[LIST_DELAYED],
+    )
 }
+
+# It steps from source to source in the index: two look-ups for each that sends ids.
+EVENTO = """
+WITH RECURSIVE sources(name) AS (
+    SELECT ''
+     UNION ALL
+    SELECT (SELECT coalesce(source, '')
+              FROM fila INDEXED BY fila_event
+             WHERE event_id IS NOT NULL
+               AND coalesce(source, '') > name
+             ORDER BY coalesce(source, '')
+             LIMIT 1)
+      FROM sources
+     WHERE name IS NOT NULL
+)
+SELECT id, size
+  FROM sources CROSS JOIN fila INDEXED BY fila_event
+ WHERE coalesce(source, '') = name
+   AND event_id = :event
+   AND (:source IS NULL OR name = :source)"""
+
+MOTIVOS = """
+SELECT reason, count(*) AS count, max(id) AS until
+  FROM fila INDEXED BY fila_reason
+ WHERE status = 'erro'
+   AND (:source IS NULL OR source = :source)
+ GROUP BY reason
+ ORDER BY count(*) DESC
+ LIMIT :limit"""
+MOTIVO = MOTIVOS.replace("GROUP", "  AND reason IS nullif(:reason, '')\n GROUP")
 
 LOOK = f"""
 SELECT {ITEM}, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
@@ -1467,15 +1527,42 @@ class Store:
             outcomes[id_] = Outcome(refused, row["status"], row["attempts"])
         return {id_: outcomes.get(id_, Outcome("unknown", None)) for id_ in ids}
 
-    def list(self, statuses, source=None, after=0, until=2**63 - 1, limit=50):
-        """Rows (id, size) of messages with one of the statuses, in the order of ids."""
+    def list(
+        self,
+        statuses,
+        source=None,
+        after=0,
+        until=2**63 - 1,
+        limit=50,
+        reason=None,
+        newest=False,
+    ):
+        """Rows (id, size) of messages with one of the statuses, in the order of ids or
+        with the newest first. `reason` takes of those in erro only the ones that failed
+        for exactly this reason, "" for none."""
         found = []
+        where = {"after": after, "limit": limit, "until": until}
+        if reason is not None:
+            sql = NEWEST[LIST_REASON] if newest else LIST_REASON
+            return self._run(sql, source=source, reason=reason, **where)
         for status in statuses:
-            where = {"after": after, "limit": limit, "until": until, "status": status}
-            found += self._run_of(LIST, source, **where)
-            if status == "pendente":
-                found += self._run_of(LIST_DELAYED, source, **where)
-        return sorted(found, key=lambda row: row["id"])[:limit]
+            for sql in (LIST, LIST_DELAYED)[: 1 + (status == "pendente")]:
+                sql = NEWEST[sql] if newest else sql
+                found += self._run_of(sql, source, status=status, **where)
+        return sorted(found, key=lambda row: row["id"], reverse=newest)[:limit]
+
+    def evento(self, event_id, source=None):
+        """Rows (id, size) of the messages, one of a source, that have this event id."""
+        rows = self._run(EVENTO, event=event_id, source=source)
+        return sorted(rows, key=lambda row: row["id"])
+
+    def motivos(self, source=None, reason=None, limit=50):
+        """Rows (reason, count, until), the commonest first, of the messages in erro; or
+        of one `reason` as in list(). `until` is the last id that was counted."""
+        where = {"source": source, "limit": limit}
+        if reason is None:
+            return self._run(MOTIVOS, **where)
+        return self._run(MOTIVO, reason=reason, **where)
 
     def _run_of(self, sql, source, **values):
         """A statement for all or for one source."""
@@ -2392,9 +2479,12 @@ ROUTES = (
     ("/fila/{id}/reenviar", "POST", "reenviar", CONSUMER),
     ("/fila/{id}/{verdict}", "POST", "no_such_verdict", CONSUMER),
     ("/fila", "GET", "list", CONSUMER),
+    ("/fila/motivos", "GET", "motivos", CONSUMER),
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
+    ("/painel", "GET", "painel", ANYBODY),
+    ("/painel/dados", "GET", "painel_dados", CONSUMER),
     ("/metrics", "GET", "metrics", WATCHER),
 )
 
@@ -2640,13 +2730,14 @@ class App:
             return self.settle(request, "pendente", self.store.reenviar)
         if status not in ("erro", "processado"):
             raise Refusal(400, "status deve ser erro ou processado")
-        unknown = request.query.keys() - {"status", "fonte", "ate"}
+        unknown = request.query.keys() - {"status", "fonte", "motivo", "ate"}
         if unknown or request.read(self.settings.max_body):  # a slip would replay all
-            raise Refusal(400, "só status, fonte e ate, sem corpo")
+            raise Refusal(400, "só status, fonte, motivo e ate, sem corpo")
         until = request.number("ate", 1, 10**18, default=None)
         if until is None and request.word("ate") is not None:
             raise Refusal(400, "ate inválido")  # it would mean all of them
         where = {"source": request.source_name(), "until": until or 2**63 - 1}
+        where["reason"] = self.failed_for(request)
         with self.store.transaction():
             rows = self.store.list([status], limit=self.MANY, **where)
             ids = fitting(rows, self.MANY, 64 << 20)
@@ -2724,26 +2815,50 @@ class App:
         return int(text) if len(text) <= 18 else -1
 
     def list(self, request):
-        status = request.word("status")
+        status, source = request.word("status"), request.source_name()
         if status not in (None, *STATUSES):
             raise Refusal(400, f"status deve ser um de {', '.join(STATUSES)}")
-        rows = self.store.list(
-            [status] if status else STATUSES,
-            source=request.source_name(),
-            after=request.number("depois", 0, 10**18, default=0),
-            limit=request.number("limite", 1, 500, default=50),
-        )
+        event, order = request.word("evento"), request.word("ordem")
+        if order not in (None, "asc", "desc"):
+            raise Refusal(400, "ordem deve ser asc ou desc")
+        if event is None:
+            after = request.number("depois", 0, 10**18, default=None)
+            rows = self.store.list(
+                [status] if status else STATUSES,
+                source=source,
+                limit=request.number("limite", 1, 500, default=50),
+                reason=self.failed_for(request),
+                **page(after, newest=order == "desc"),
+            )
+        elif request.query.keys() & {"status", "motivo", "depois"}:
+            raise Refusal(400, "evento só com fonte")
+        else:
+            rows = self.store.evento(event, source)
         ids, shown, size = [row["id"] for row in rows], [], 0
         for row in self.store.look(ids, whole=request.word("completo") == "1"):
             size += len(row["body"])
             if shown and size > self.settings.max_batch_bytes:
                 break
             shown.append(looked_json(row))
-        return Reply.json(b"[%s]" % b",".join(shown))
+        return Reply.json(b"[%s]" % b",".join(shown), headers=PRIVATE)
+
+    def failed_for(self, request):
+        """`motivo`, exactly: "" for messages without one, None when it is not asked."""
+        reason = request.word("motivo")
+        if reason is not None and request.word("status") != "erro":
+            raise Refusal(400, "motivo só com status=erro")
+        return reason
+
+    def motivos(self, request):
+        """Why messages are in erro: the commonest reasons, or how many have `motivo`."""
+        rows = self.store.motivos(request.source_name(), request.word("motivo"))
+        names = ("motivo", "quantidade", "ate")
+        answer = [dict(zip(names, row)) for row in rows]
+        return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def look(self, request):
         for row in self.store.look([self.id(request)], whole=True):
-            return Reply.json(looked_json(row))
+            return Reply.json(looked_json(row), headers=PRIVATE)
         raise Refusal(404, "mensagem não encontrada")
 
     def delete(self, request):
@@ -2769,6 +2884,16 @@ class App:
             found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Reply(200, exposition(found).encode(), kind)
+
+    def painel(self, request):
+        """The page, for anybody: it holds no data."""
+        return Reply(200, PAGE.encode(), "text/html; charset=utf-8", PAGE_HEADERS)
+
+    def painel_dados(self, request):
+        """What the page shows on top."""
+        delivery = self.delivery and self.delivery.report()
+        answer = {**self.store.report(), "entrega": delivery, "versao": __version__}
+        return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def client(self, environ):
         return client_address(environ, self.settings.trusted_proxy)
@@ -2813,6 +2938,17 @@ class App:
         self.trouble("storage", "answering 503, storage trouble: %s", safe_text(error))
         self.store.refused("storage")
         return UNAVAILABLE
+
+
+# A browser must not keep what it shows, nor take it for something else.
+PRIVATE = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
+
+
+def page(after, newest):
+    """Where Store.list() goes on after the last id of the page before."""
+    if newest:
+        return {"newest": True, "until": 2**63 - 1 if after is None else after - 1}
+    return {"after": after or 0}
 
 
 def not_allowed(methods):
@@ -3871,6 +4007,362 @@ class Alarms(threading.Thread):
         alarm.told, alarm.begun = alarm.is_on, 0
         if kind == "erro":
             self.dead = self.store.dead(told=self.dead)
+
+
+# The page
+
+# What it says in English and in Portuguese.
+PAGE_WORDS = """
+Log out = Sair
+Log in = Entrar
+Now = Agora
+The last hour, by minute = Última hora, por minuto
+Delivery = Entrega
+Messages = Mensagens
+Message = Mensagem
+Source = Fonte
+Id of message or event = Id da mensagem ou do evento
+Search = Buscar
+Why messages failed = Por que falharam
+Received = Recebida
+Reason = Motivo
+No messages. = Nenhuma mensagem.
+Newer = Mais novas
+Older = Mais antigas
+Close = Fechar
+Payload = Conteúdo
+Headers and query = Cabeçalhos e query
+Reason (optional) = Motivo (opcional)
+Cancel = Cancelar
+received = recebidas
+settled = resolvidas
+at most = no máximo
+Waiting longest = Maior espera
+Free on the disk = Livre no disco
+Database + WAL = Banco + WAL
+Version = Versão
+in flight = em voo
+all = todos
+message = mensagem
+messages = mensagens
+Path = Caminho
+Event = Evento
+Attempts = Tentativas
+Size = Tamanho
+Leased until = Reservada até
+Not before = Não antes de
+Settled = Resolvida
+no reason given = sem motivo
+… the rest is not shown = … o resto não é mostrado
+pending = pendente
+in work = processando
+done = processado
+failed = erro
+flowing = fluindo
+probing = sondando
+stopped = parado
+blocked = bloqueado
+Replay = Reenviar
+Mark as done = Marcar como processada
+Mark as failed = Marcar como erro
+Erase = Apagar
+Replay all with this reason = Reenviar todas com este motivo
+Back to the queue, with attempts reset. = Volta para a fila, com as tentativas zeradas.
+It is not given out again. = Não é mais entregue.
+It is not given out until a person decides. = Não é entregue até alguém decidir.
+It is gone for good. = É apagada para sempre.
+A consumer has it now. = Um consumidor está com ela agora.
+The token is not accepted. = O token não é aceito.
+The message is not there any more. = A mensagem não existe mais.
+Not possible: the message has changed meanwhile. = Não é possível: a mensagem mudou nesse meio-tempo.
+Too many wrong tokens. Wait a minute. = Muitos tokens errados. Espere um minuto.
+The service is in trouble. Trying again. = O serviço está com problemas. Tentando de novo.
+No connection. Trying again. = Sem conexão. Tentando de novo.
+"""
+
+PAGE = r"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>buffer.py</title>
+<style>
+:root { color-scheme: light dark; --ground: #f4f6f9; --card: #fff; --ink: #1b2330; --soft: #5a6474; --line: #d5dbe5;
+  --accent: #1f5fbf; --bar: #9dbfee; --good: #1a7a4c; --warn: #935d00; --bad: #b3261e }
+@media (prefers-color-scheme: dark) { :root { --ground: #11151c; --card: #1a202a; --ink: #e7ebf2; --soft: #a3adbd;
+  --line: #364050; --accent: #8ab4f8; --bar: #3a639f; --good: #6fd3a0; --warn: #f0b95a; --bad: #ff8f86 } }
+* { box-sizing: border-box; min-width: 0; overflow-wrap: anywhere } [hidden], .trouble:empty { display: none !important }
+body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.45 system-ui, sans-serif }
+body > header, main { max-width: 72rem; margin: auto; padding: .75rem 1rem } h1, h2 { font-size: 1.125rem; margin: 0 }
+header, .row, figcaption { display: flex; flex-wrap: wrap; gap: .5rem .75rem; align-items: center } .grow { flex: 1 1 11rem }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(11.5rem, 46%), 1fr)); gap: .75rem; margin: .75rem 0 }
+section, #login, dialog { background: var(--card); border: 1px solid var(--line); border-radius: .75rem; padding: 1rem; margin: 0 0 1rem }
+button, input, select, textarea { font: inherit; color: inherit; background: var(--card); width: 100%; min-height: 2.5rem;
+  border: 1px solid var(--line); border-radius: .5rem; padding: .35rem .8rem } button { cursor: pointer; width: auto }
+button:hover { border-color: var(--accent) } button:disabled { opacity: .5; cursor: default } summary { padding: .5rem 0 }
+:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px } h2:focus { outline: none }
+.main { background: var(--accent); color: var(--card) } .main.apagar { background: var(--bad); color: var(--card) }
+td button { border: 0; padding: 0; min-height: 1.75rem; color: var(--accent); background: none; text-decoration: underline }
+.pendente { color: var(--accent) } .processando { color: var(--warn) } .processado, #news { color: var(--good) }
+.erro, [value=apagar], .trouble { color: var(--bad) } #login { max-width: 26rem; margin: 10vh auto } #news { margin: 0; flex-basis: 0 } dd { margin: 0 }
+small, dt, label, figcaption, th { color: var(--soft); font-size: .875rem; font-weight: 400 } label, #login { display: grid; gap: .5rem }
+#counts button { text-align: left } #counts b { display: block; font-size: 1.75rem; font-variant-numeric: tabular-nums }
+dd, pre, #what { white-space: pre-wrap } figure, #filter { margin: .75rem 0 } #filter { align-items: end }
+figcaption { justify-content: space-between } svg { display: block; width: 100%; height: 8rem; border-bottom: 1px solid var(--line) }
+#received { fill: var(--bar) } #settled { fill: none; stroke: var(--good); stroke-width: 2; vector-effect: non-scaling-stroke }
+#in::before { content: "■ "; color: var(--bar) } #out::before { content: "— "; color: var(--good) }
+table { width: 100%; border-collapse: collapse; margin: .75rem 0 } #rows tr:hover { background: var(--ground) } td small { display: block }
+th, td { text-align: left; vertical-align: top; padding: .5rem .75rem .5rem 0; border-top: 1px solid var(--line) }
+dialog { color: inherit; margin: auto; width: calc(100vw - 1rem); max-width: 56rem; max-height: calc(100vh - 1rem) } #ask { max-width: 30rem }
+pre { background: var(--ground); border-radius: .5rem; padding: .75rem; overflow: auto; max-height: 45vh; font-size: .875rem }
+@media (max-width: 44rem) { tr { display: grid; grid-template-columns: 1fr auto; padding: .5rem 0; border-top: 1px solid var(--line) }
+  td { border: 0; padding: .1rem 0 } td:nth-child(even) { text-align: right } td:last-child { grid-column: 1 / 3 }
+  thead { position: absolute; clip-path: inset(50%) } }
+</style>
+<header><h1>buffer.py</h1><p id="news" class="grow" role="status"></p><button id="leave" hidden>Log out</button></header>
+<main><form id="login" hidden><label>Token <input id="token" type="password" autocomplete="current-password" required></label>
+  <p id="refused" class="trouble" role="alert"></p> <button class="main">Log in</button></form>
+<div id="inside" hidden><p id="trouble" class="trouble" role="alert"></p>
+  <section aria-labelledby="now">
+    <h2 id="now" tabindex="-1">Now</h2> <div id="counts" class="grid"></div> <dl id="facts" class="grid"></dl></section>
+  <section aria-labelledby="hour"><h2 id="hour">The last hour, by minute</h2>
+    <figure><figcaption><span id="most"></span><span id="in"></span><span id="out"></span></figcaption>
+      <svg id="plot" viewBox="0 0 600 100" preserveAspectRatio="none" role="img"><path id="received" /><path id="settled" /></svg>
+      <figcaption><span id="from"></span><span id="minute"></span><span id="to"></span></figcaption></figure></section>
+  <section id="delivery" aria-labelledby="delivers" hidden><h2 id="delivers">Delivery</h2> <dl id="targets" class="grid"></dl></section>
+  <section aria-labelledby="list"><h2 id="list" tabindex="-1">Messages</h2>
+    <form id="filter" class="row" role="search">
+      <label>Status <select id="status"></select></label> <label>Source <select id="source"></select></label>
+      <label class="grow">Id of message or event <input id="find" type="search" autocomplete="off"></label> <button>Search</button></form>
+    <details id="reasons"><summary>Why messages failed</summary><div id="why"></div></details>
+    <table role="table" aria-labelledby="list"><thead role="rowgroup"><tr id="columns" role="row"></tr></thead>
+      <tbody id="rows" role="rowgroup"></tbody></table>
+    <p id="none" hidden>No messages.</p> <p class="row"><button id="newer">Newer</button><button id="older">Older</button></p></section>
+</div></main>
+<dialog id="one" aria-labelledby="title">
+  <header><h2 id="title" class="grow" tabindex="-1" autofocus></h2><button id="close">Close</button></header>
+  <p id="failed" class="trouble" role="alert"></p> <p id="buttons" class="row"></p> <dl id="about" class="grid"></dl>
+  <h2 id="body">Payload</h2> <pre id="payload" tabindex="0" role="region" aria-labelledby="body"></pre>
+  <details><summary>Headers and query</summary><dl id="headers" class="grid"></dl></details></dialog>
+<dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what"><form method="dialog">
+  <h2 id="question"></h2> <p id="what"></p> <label id="because">Reason (optional) <textarea id="reason" rows="2"></textarea></label>
+  <p class="row"><button autofocus>Cancel</button><button id="yes" value="yes"></button></p></form></dialog>
+<script>"use strict"
+const PT = WORDS, EN = { pendente: "pending", processando: "in work", processado: "done", erro: "failed",
+  fluindo: "flowing", sondando: "probing", parado: "stopped" }
+const STATUSES = ["pendente", "processando", "processado", "erro"], PAGE = 25, LONGEST = 2 ** 18
+const VERBS = { // its name, what it does, on which statuses it is offered
+  reenviar: ["Replay", "Back to the queue, with attempts reset.", "processado erro"],
+  processado: ["Mark as done", "It is not given out again.", "pendente processando erro"],
+  erro: ["Mark as failed", "It is not given out until a person decides.", "pendente processando"],
+  apagar: ["Erase", "It is gone for good.", "pendente processando processado erro"] }
+const pt = /^pt\b/i.test(navigator.language)
+const lang = document.documentElement.lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
+let token = sessionStorage.getItem("token"), where = {}, shown = [], asked = 0, timer
+const $ = id => document.getElementById(id)
+const t = text => (pt ? PT[EN[text] ?? text] : EN[text]) ?? text
+const number = n => n.toLocaleString(lang), counted = n => `${number(n)} ${t(n === 1 ? "message" : "messages")}`
+const time = text => text && new Date(text).toLocaleString(lang)
+const clock = seconds => new Date(seconds * 1000).toLocaleTimeString(lang, { timeStyle: "short" })
+const lasted = s => s < 120 ? `${s | 0} s` : s < 7200 ? `${s / 60 | 0} min` : s < 172800 ? `${s / 3600 | 0} h` : `${s / 86400 | 0} d`
+const bytes = (n, unit = 0) => n >= 1024 && unit < 3 ? bytes(n / 1024, unit + 1)
+  : `${number(Math.round(n))} ${["B", "KiB", "MiB", "GiB"][unit]}`
+const query = values => new URLSearchParams(Object.entries(values).filter(([, value]) => value))
+const put = texts => { for (const id in texts) $(id).textContent = texts[id] }
+const tell = error => put({ [$("one").open ? "failed" : "trouble"]: error.message })
+function make(name, values, ...inside) { // what is inside and no node becomes text, never markup
+  const node = Object.assign(document.createElement(name), values)
+  node.append(...inside)
+  return node }
+const facts = (id, pairs) => $(id).replaceChildren(...pairs.filter(([, value]) => value).map(([name, value]) =>
+  make("div", {}, make("dt", {}, name), make("dd", {}, value))))
+async function api(path, options) {
+  const answer = await fetch(path, { headers: { "X-Token": token }, cache: "no-store", ...options })
+    .catch(() => { throw Error(t("No connection. Trying again.")) })
+  if (answer.ok) return answer.text()
+  const text = t({ 401: "The token is not accepted.", 404: "The message is not there any more.",
+    409: "Not possible: the message has changed meanwhile.", 429: "Too many wrong tokens. Wait a minute.",
+    503: "The service is in trouble. Trying again." }[answer.status] ?? await answer.text())
+  if (answer.status === 401) leave(text)
+  throw Object.assign(Error(text), { status: answer.status }) }
+const json = async (path, options) => JSON.parse(await api(path, options))
+function show({ mensagens, mais_antiga, livre, arquivo, wal, versao, entrega, por_minuto }) {
+  const total = {}, sources = new Set(["", where.fonte ?? "", ...mensagens.map(({ fonte }) => fonte ?? "")])
+  for (const { status, quantidade } of mensagens) total[status] = (total[status] ?? 0) + quantidade
+  for (const button of $("counts").children) button.firstChild.textContent = number(total[button.value] ?? 0)
+  if (sources.size !== $("source").length && document.activeElement !== $("source")) $("source").replaceChildren(
+    ...[...sources].sort().map(value => make("option", { value, selected: value === where.fonte }, value || t("all"))))
+  facts("facts", [[t("Waiting longest"), mais_antiga === null ? "–" : lasted(mais_antiga)], [t("Free on the disk"), bytes(livre)],
+    [t("Database + WAL"), `${bytes(arquivo)} + ${bytes(wal)}`], [t("Version"), versao]])
+  $("delivery").hidden = !entrega?.length
+  facts("targets", (entrega ?? []).map(({ destino, estado, desde, em_voo, tentativas }) => [destino, [
+    t(estado) + (desde === null ? "" : ` (${lasted(desde)})`), `${number(em_voo)} ${t("in flight")}`,
+    ...Object.entries(tentativas).map(([outcome, n]) => `${outcome}: ${number(n)}`)].join("\n")]))
+  plot(por_minuto) }
+function plot(minutes) {
+  const most = Math.max(1, ...minutes.flatMap(minute => minute.slice(1))), y = n => 100 - 96 * n / most
+  const sum = part => minutes.reduce((total, minute) => total + minute[part], 0)
+  const said = (received, settled) => [`${number(received)} ${t("received")}`, `${number(settled)} ${t("settled")}`]
+  $("received").setAttribute("d", minutes.map(([, n], x) => `M${x * 10 + 1} 100V${y(n)}h8V100`).join(""))
+  $("settled").setAttribute("d", "M" + minutes.map(([, , n], x) => `${x * 10 + 5} ${y(n)}`).join("L"))
+  const texts = [`${t("at most")} ${number(most)}`, ...said(sum(1), sum(2))]
+  put({ most: texts[0], in: texts[1], out: texts[2], from: clock(minutes[0][0]), to: clock(minutes.at(-1)[0]) })
+  $("plot").setAttribute("aria-label", texts.join(", "))
+  $("plot").onpointermove = ({ offsetX }) => {
+    const [when, ...both] = minutes[Math.min(59, offsetX / $("plot").clientWidth * 60 | 0)]
+    put({ minute: `${clock(when)}: ${said(...both).join(", ")}` }) } }
+async function list(next = where) { // next: find, or status, fonte, depois and ordem
+  const mine = ++asked, { find, ...filter } = { ordem: "desc", limite: PAGE + 1, ...(where = next) }, up = where.ordem === "asc"
+  const wanted = find ? [{ evento: find }] : [filter]
+  if (/^[0-9]{1,15}$/.test(find)) wanted.push({ depois: find - 1, limite: 1 })
+  let items = (await Promise.all(wanted.map(values => json(`fila?${query(values)}`)))).flat()
+  if (find) items = items.filter(({ id, evento }, n) =>
+    (evento === find || id === Number(find)) && n === items.findIndex(one => one.id === id))
+  if (mine !== asked) return
+  const more = items.length > PAGE, focused = document.activeElement.closest("#rows button")?.value
+  if (up && !more) return list({ ...where, ordem: "desc", depois: "" })
+  items = up ? items.slice(0, PAGE).reverse() : items.slice(0, PAGE)
+  $("newer").disabled = !where.depois, $("older").disabled = !up && !more, $("none").hidden = items.length > 0
+  if (JSON.stringify(items) !== JSON.stringify(shown)) $("rows").replaceChildren(...(shown = items).map(row))
+  if (focused) ($("rows").querySelector(`[value="${focused}"]`) ?? $("list")).focus() }
+const row = item => make("tr", { role: "row", onclick: () => getSelection().isCollapsed && look(item.id).catch(tell) }, ...[
+  [make("button", { value: item.id }, `${item.id}`)], [make("span", { className: item.status }, t(item.status))],
+  [[item.fonte, item.caminho].filter(Boolean).join(" / "), make("small", {}, item.evento ?? "")],
+  [time(item.recebido_em)], [item.motivo?.slice(0, 300) ?? ""]].map(cell => make("td", { role: "cell" }, ...cell)))
+async function look(id) {
+  const big = shown.some(item => item.id === id && item.tamanho > 2 ** 20) // in a list it is cut
+  const text = await api(big ? `fila?limite=1&depois=${id - 1}` : `fila/${id}`), [item] = [JSON.parse(text)].flat()
+  const body = item.codificacao ? hex(atob(item.payload)) : typeof item.payload === "string" ? item.payload : indented(text)
+  const rest = body.length > LONGEST || item.cortado ? `\n${t("… the rest is not shown")}` : ""
+  put({ title: `${t("Message")} ${id}: ${t(item.status)}`, failed: "", payload: body.slice(0, LONGEST) + rest })
+  facts("about", [["Reason", item.motivo], ["Source", item.fonte], ["Path", item.caminho], ["Event", item.evento],
+    ["Attempts", number(item.tentativa)], ["Size", bytes(item.tamanho)], ["Received", time(item.recebido_em)],
+    ["Leased until", time(item.reservado_ate)], ["Not before", time(item.disponivel_em)], ["Settled", time(item.resolvido_em)],
+  ].map(([name, value]) => [t(name), value]))
+  facts("headers", [...Object.entries(item.headers ?? {}), ...Object.entries(item.query ?? {})].map(([k, v]) => [k, `${v}`]))
+  const button = (value, text, work) => make("button", { value, onclick: () => work().catch(tell) }, t(text))
+  $("buttons").replaceChildren(...Object.keys(VERBS).filter(verb => VERBS[verb][2].split(" ").includes(item.status)).map(verb =>
+    button(verb, VERBS[verb][0], () => act(item, verb))))
+  if (item.status === "erro") $("buttons").append(button("all", "Replay all with this reason", () => replay(item.motivo)))
+  if (!$("one").open) $("one").showModal() }
+const hex = raw => (raw.slice(0, LONGEST / 4).match(/[^]{1,16}/g) ?? []).map((line, n) => (n * 16).toString(16).padStart(6, "0") + " " +
+  [...line].map(c => c.charCodeAt().toString(16).padStart(2, "0").padStart(3)).join("").padEnd(50) + line.replace(/[^ -~]/g, ".")).join("\n")
+function indented(text) { // by tokens: JSON.parse() would change 1.10, long integers and what is there twice
+  const part = /\s*("[^"\\]*(?:\\.[^"\\]*)*"|[[\]{},:]|[^\s[\]{},:"]+)/y
+  let out = "", depth = 0, last = "", token
+  for (part.lastIndex = text.indexOf('"payload":') + 10; !out || (depth > 0 && out.length <= LONGEST); last = token) {
+    token = part.exec(text)[1]
+    const opened = /^[[{]/.test(last), closes = /^[\]}]/.test(token)
+    depth -= closes
+    if (last === "," || opened !== closes) out += "\n" + "  ".repeat(Math.min(depth, 40))
+    out += token === ":" ? ": " : token
+    depth += /^[[{]/.test(token) }
+  return out }
+function ask(verb, text) { // what to send as the reason, or null for no
+  put({ question: t(VERBS[verb][0]), yes: t(VERBS[verb][0]), what: `${text}\n${t(VERBS[verb][1])}` })
+  $("because").hidden = verb !== "erro", $("yes").className = `main ${verb}`, $("ask").returnValue = $("reason").value = ""
+  $("ask").showModal()
+  return new Promise(done => { $("ask").onclose = () => done($("ask").returnValue ? $("reason").value : null) }) }
+async function act({ id, status, tentativa }, verb) {
+  const body = await ask(verb, `${counted(1)}: ${id}` + (status === "processando" ? `\n${t("A consumer has it now.")}` : ""))
+  if (body === null) return
+  const request = verb === "apagar" ? [`fila/${id}`, { method: "DELETE" }]
+    : [`fila/${id}/${verb}?tentativa=${tentativa}`, { method: "POST", body }]
+  await api(...request).catch(async error => {
+    if (error.status === 409) await look(id)
+    throw error })
+  await finish(`${t(VERBS[verb][0])}: ${counted(1)}`) }
+async function replay(motivo, fonte) { // all that failed for this reason by now
+  const values = new URLSearchParams({ motivo: motivo ?? "", ...fonte && { fonte } }), [found] = await json(`fila/motivos?${values}`)
+  const body = await ask("reenviar", `${counted(found?.quantidade ?? 0)}: ${motivo ?? t("no reason given")}`)
+  for (let done = 0, answer = { mais: found && body !== null }; answer.mais;) {
+    answer = await json(`fila/reenviar?status=erro&ate=${found.ate}&${values}`, { method: "POST" })
+    put({ news: `${t("Replay")}: ${counted(done += answer.quantidade)}` })
+    if (!answer.mais) await finish($("news").textContent) } }
+async function finish(news) {
+  $("one").close()
+  put({ news })
+  await Promise.all([list(), reasons(), refresh()])
+  if (!$("inside").contains(document.activeElement)) $("list").focus() }
+async function reasons() {
+  const found = $("reasons").open ? await json(`fila/motivos?${query({ fonte: where.fonte })}`) : []
+  $("why").replaceChildren(...found.map(({ motivo, quantidade }) => make("p", { className: "row" }, make("b", {}, number(quantidade)),
+    make("span", { className: "grow" }, motivo ?? t("no reason given")),
+    make("button", { onclick: () => replay(motivo, where.fonte).catch(tell) }, t("Replay"))))) }
+function leave(text = "") {
+  sessionStorage.removeItem("token")
+  for (const id of ["one", "ask"]) $(id).close()
+  for (const id of ["rows", "why", "payload", "about", "headers", "news"]) $(id).replaceChildren()
+  enter(null, text) }
+function enter(given, refused = "") { // what is to be seen, by whether there is a token
+  token = given, shown = []
+  put({ refused })
+  $("login").hidden = !!token, $("inside").hidden = $("leave").hidden = !token
+  $(token ? "now" : "token").focus()
+  if (token) list().catch(tell)
+  refresh() }
+async function refresh() { // takes at most a twentieth of the time, none while nobody looks
+  clearTimeout(timer)
+  if (!token || document.hidden) return
+  const began = Date.now(), rows = $("rows")
+  try {
+    show(await json("painel/dados"))
+    const reads = $("one").open || rows.contains(document.activeElement) || rows.matches(":hover") || !getSelection().isCollapsed
+    if (!reads) await list()
+    put({ trouble: "" })
+  } catch (error) { put({ trouble: error.message }) }
+  clearTimeout(timer)
+  timer = setTimeout(refresh, Math.max(5000, 20 * (Date.now() - began))) }
+const on = (event, id, work) => $(id).addEventListener(event, work), filter = () => $("filter").requestSubmit()
+const turn = (ordem, at) => list({ ...where, ordem, depois: shown.at(at)?.id }).then(() => $("list").focus()).catch(tell)
+const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT, ({ parentNode }) => parentNode.tagName === "SCRIPT" ? 2 : 1)
+while (words.nextNode()) words.currentNode.data = words.currentNode.data.replace(/\S.*\S/, text => t(text))
+$("columns").append(...["Message", "Status", "Source", "Received", "Reason"].map(name =>
+  make("th", { scope: "col", role: "columnheader" }, t(name))))
+$("status").append(...["", ...STATUSES].map(value => make("option", { value }, t(value || "all"))))
+$("counts").append(...STATUSES.map(value => make("button", { value, className: value, onclick: () => filter($("status").value = value) },
+  make("b", {}, "–"), t(value))))
+on("change", "status", filter)
+on("change", "source", filter)
+on("click", "older", () => turn("desc", -1))
+on("click", "newer", () => turn("asc", 0))
+on("click", "close", () => $("one").close())
+on("click", "leave", () => leave())
+on("toggle", "reasons", () => reasons().catch(tell))
+on("submit", "filter", event => {
+  event.preventDefault()
+  list({ status: $("status").value, fonte: $("source").value, find: $("find").value.trim() }).then(reasons).catch(tell) })
+on("submit", "login", async event => {
+  event.preventDefault()
+  token = String.fromCharCode(...new TextEncoder().encode($("token").value.trim())) // a header holds bytes
+  try { show(await json("painel/dados")) } catch (error) { return enter(null, error.message) }
+  sessionStorage.setItem("token", token), $("token").value = ""
+  enter(token) })
+document.addEventListener("visibilitychange", refresh)
+enter(token)
+</script>
+"""
+
+PAGE = PAGE.replace(
+    "WORDS",
+    json.dumps(dict(line.split(" = ") for line in PAGE_WORDS.strip().splitlines())),
+    1,
+)
+
+
+def page_hash(tag):
+    text = re.search(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[1]
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+# Payloads are untrusted: nothing runs but this script, and nothing goes anywhere else.
+PAGE_POLICY = (
+    f"default-src 'none'; script-src {page_hash('script')}; "
+    f"style-src {page_hash('style')}; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+PAGE_HEADERS = (
+    ("Content-Security-Policy", PAGE_POLICY),
+    ("Referrer-Policy", "no-referrer"),
+    *PRIVATE,
+)
 
 
 # The server

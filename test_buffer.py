@@ -438,7 +438,17 @@ class StoreTest(Case):
             *((name, by_id) for name in ("LEASE_ENDED", "DELAY_ENDED", "FORGET")),
             *((name, by_id) for name in ("LOOK", "LOOK_SHORT", "REMEMBER")),
             ("LIST", queue),
-            ("LIST_DELAYED", "COVERING INDEX fila_delayed (id>?)"),
+            ("LIST_DELAYED", "COVERING INDEX fila_delayed (id>? AND id<?)"),
+            ("LIST newest first", queue),
+            (
+                "LIST_DELAYED newest first",
+                "COVERING INDEX fila_delayed (id>? AND id<?)",
+            ),
+            ("LIST_REASON", "COVERING INDEX fila_reason (reason=? AND id>? AND id<?)"),
+            ("LIST_REASON newest first", "fila_reason (reason=? AND id>? AND id<?)"),
+            ("MOTIVO", "COVERING INDEX fila_reason (reason=?)"),
+            ("EVENTO", "INDEX fila_event (<expr>=? AND event_id=?)"),
+            ("EVENTO", "INDEX fila_event (<expr>>?)"),
             ("OLD", "COVERING INDEX fila_settled (settled_at<?)"),
             ("OLDEST_DUE", "COVERING INDEX fila_lease (lease_until<?)"),
             (
@@ -448,18 +458,26 @@ class StoreTest(Case):
             ("DUE of a source", source),
             ("LIST of a source", source),
             ("DELAYS_OVER of a source", source),
-            ("LIST_DELAYED of a source", "fila_delayed_source (source=? AND id>?)"),
+            ("LIST_DELAYED of a source", "fila_delayed_source (source=? AND id>?"),
+            ("LIST newest first of a source", source),
         ):
-            name, _, of_source = name.partition(" ")
+            name, _, kind = name.partition(" ")
             sql = getattr(buffer, name)
-            sql = buffer.OF_SOURCE[sql] if of_source else sql
+            sql = buffer.NEWEST[sql] if "newest first" in kind else sql
+            sql = buffer.OF_SOURCE[sql] if "of a source" in kind else sql
             named = dict.fromkeys(re.findall(r":([a-z]\w*)", sql), 1)
             named.update({"ids": "[1]"} if "ids" in named else {})
             plan = self.store._run(f"EXPLAIN QUERY PLAN {sql}", **named)
             text = "\n".join(row["detail"] for row in plan)
             self.assertIn(index, text, name)
-            self.assertNotIn("TEMP B-TREE", text, name)
             self.assertNotRegex(text, r"(?m)SCAN fila$", name)
+            if "MOTIVO" not in name:  # it sorts its few groups
+                self.assertNotIn("TEMP B-TREE", text, name)
+
+    def test_reasons_are_counted_in_an_index_alone(self):
+        plan = f"EXPLAIN QUERY PLAN {buffer.MOTIVOS}"
+        rows = self.store._run(plan, source=None, limit=1)
+        self.assertIn("USING COVERING INDEX fila_reason", rows[0]["detail"])
 
     def test_a_request_that_fails_takes_nothing_else_with_it(self):
         with self.store.transaction():
@@ -2519,6 +2537,51 @@ class ListTest(QueueCase):
             self.assertEqual(expected, self.ids(query), query)
         self.assertEqual(400, self.call("GET", "/fila?status=x")[0])
 
+    def test_newest_first(self):
+        for query, expected in (
+            ("", [8, 7, 6, 5, 4, 3, 2, 1]),
+            ("&limite=3", [8, 7, 6]),
+            ("&limite=3&depois=6", [5, 4, 3]),
+            ("&depois=1", []),
+            ("&depois=0", []),
+            ("&status=pendente&limite=3", [8, 7, 6]),
+            ("&status=pendente&depois=6", [3]),
+            ("&fonte=a&depois=8", [6, 4, 2]),
+        ):
+            self.assertEqual(expected, self.ids(f"?ordem=desc{query}"), query)
+        self.assertEqual([1, 2], self.ids("?ordem=asc&limite=2"))
+        self.assertEqual(400, self.call("GET", "/fila?ordem=novas")[0])
+
+    def test_by_reason(self):
+        self.settle(4, "erro", b"bad")
+        self.settle(5, "erro")
+        for query, expected in (
+            ("bad", [2, 4]),
+            ("bad&ordem=desc", [4, 2]),
+            ("bad&depois=2", [4]),
+            ("bad&fonte=a&limite=1", [2]),
+            ("ba", []),
+            ("", [5]),
+        ):
+            self.assertEqual(expected, self.ids(f"?status=erro&motivo={query}"), query)
+        for query in ("motivo=bad", "status=pendente&motivo=bad"):
+            self.assertEqual(400, self.call("GET", f"/fila?{query}")[0])
+
+    def test_by_event_id(self):
+        for source in (None, "b", "a"):
+            self.store.webhook(b"{}", source=source, event_id="evt 1")
+        self.store.webhook(b"{}", source="b", event_id="evt 2")
+        for query, expected in (
+            ("evt+1", [9, 10, 11]),
+            ("evt+1&fonte=b", [10]),
+            ("evt+1&fonte=c", []),
+            ("evt", []),
+            ("", []),
+        ):
+            self.assertEqual(expected, self.ids(f"?evento={query}"), query)
+        for more in ("status=erro", "depois=1", "status=erro&motivo="):
+            self.assertEqual(400, self.call("GET", f"/fila?evento=x&{more}")[0])
+
     def test_it_shows_status_reason_and_times(self):
         done, failed, delayed, leased = self.get("/fila?limite=4")
         self.assertEqual(
@@ -2586,6 +2649,62 @@ class ListTest(QueueCase):
         self.assertEqual(404, self.call("GET", "/fila/9")[0])
         for file in self.folder.iterdir():
             self.assertNotIn(b"a secret that must go", file.read_bytes(), file)
+
+
+class MotivosTest(QueueCase):
+    """Why messages failed, and replaying what failed for one reason."""
+
+    def setUp(self):
+        super().setUp()
+        for number in range(7):
+            self.store.webhook(b"%d" % number, source="a" if number % 2 else None)
+        for id_, reason in enumerate("tttcc", 1):
+            self.settle(id_, "erro", reason.encode())
+        self.settle(6, "erro")
+        self.settle(7, "processado")
+
+    def test_the_commonest_first_with_the_last_id_counted(self):
+        self.assertEqual(
+            [
+                {"motivo": "t", "quantidade": 3, "ate": 3},
+                {"motivo": "c", "quantidade": 2, "ate": 5},
+                {"motivo": None, "quantidade": 1, "ate": 6},
+            ],
+            self.get("/fila/motivos"),
+        )
+        of_a = self.get("/fila/motivos?fonte=a")
+        self.assertEqual(
+            {("t", 1), ("c", 1), (None, 1)},
+            {(found["motivo"], found["quantidade"]) for found in of_a},
+        )
+
+    def test_one_reason(self):
+        of_a = {"motivo": "t", "quantidade": 1, "ate": 2}
+        self.assertEqual([of_a], self.get("/fila/motivos?motivo=t&fonte=a"))
+        [none] = self.get("/fila/motivos?motivo=")
+        self.assertEqual((None, 1), (none["motivo"], none["quantidade"]))
+        self.assertEqual([], self.get("/fila/motivos?motivo=x"))
+
+    def test_replay_of_one_reason(self):
+        url = "/fila/reenviar?status=erro&motivo="
+        for query, count in (("c&ate=4", 1), ("t&fonte=a", 1), ("t", 2), ("", 1)):
+            answer = {"status": "pendente", "quantidade": count, "mais": False}
+            self.assertEqual((200, answer), self.post(url + query), query)
+        left = self.get("/fila?status=erro")
+        self.assertEqual([(5, "c")], [(item["id"], item["motivo"]) for item in left])
+
+    def test_in_bites(self):
+        with mock.patch.object(buffer.App, "MANY", 2):
+            url = "/fila/reenviar?status=erro&motivo=t"
+            answers = [self.post(url)[1] for _ in range(2)]
+        self.assertEqual(
+            [(2, True), (1, False)], [(a["quantidade"], a["mais"]) for a in answers]
+        )
+
+    def test_a_reason_is_for_what_failed(self):
+        url = "/fila/reenviar?status=processado&motivo=t"
+        self.assertEqual(400, self.call("POST", url)[0])
+        self.assertEqual("processado", self.row(7)["status"])
 
 
 class Model:
@@ -5276,6 +5395,447 @@ class AlarmServiceTest(unittest.TestCase):
                 self.assertEqual(0, service.stop())
                 self.assertLess(time.monotonic() - began, 5)
             hangs.set()
+
+
+# The page
+
+
+class PageTest(QueueCase):
+    def test_anybody_gets_the_page_and_it_holds_no_data(self):
+        self.send(b'"a secret"', "/webhook/somewhere")
+        status, page = self.call("GET", "/painel", token=None)
+        self.assertEqual(200, status)
+        self.assertEqual("text/html; charset=utf-8", self.answered["Content-Type"])
+        self.assertNotRegex(page, f"a secret|somewhere|{TOKEN}")
+        self.assertEqual((200, ""), self.call("HEAD", "/painel", token=None))
+
+    def test_a_browser_runs_nothing_but_its_script_and_keeps_nothing(self):
+        page = self.call("GET", "/painel")[1]
+        policy = self.answered["Content-Security-Policy"]
+        for tag in ("script", "style"):
+            [text] = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            self.assertIn(f"{tag}-src 'sha256-{digest}';", policy)
+        for part in (
+            "default-src 'none'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ):
+            self.assertIn(part, policy)
+        self.assertNotIn("unsafe", policy)
+        self.assertEqual("no-referrer", self.answered["Referrer-Policy"])
+
+    def test_it_takes_no_text_for_markup_and_asks_no_other_host(self):
+        page = self.call("GET", "/painel")[1]
+        sinks = (
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function\("
+        )
+        self.assertNotRegex(page, sinks)
+        self.assertNotRegex(page, r"//\w|\bsrc=|\bstyle=|\bon\w+=\"|@import|url\(")
+        self.assertNotRegex(
+            page, r"""["'`]/(fila|painel)"""
+        )  # a proxy may add a prefix
+        self.assertNotIn("?token", page)
+
+    def test_all_it_says_stands_in_both_languages(self):
+        lines = buffer.PAGE_WORDS.strip().splitlines()
+        known = dict(line.split(" = ") for line in lines)
+        self.assertEqual(len(lines), len(known))
+        self.assertTrue(all(known.values()))
+        html, script = buffer.PAGE.split("<script>")
+        html = re.sub("(?s)<style>.*</style>|<title>.*?</title>", "", html)
+        said = {text.strip() for text in re.findall(">([^<]+)", html)} - {""}
+        script = re.sub("const PT = .*?}", "", script, count=1)
+        said |= set(re.findall(r'\bt\("([^"]+)"\)', script))
+        said |= set(re.findall(r'"([A-Z…][^"]* [^"]*[.a-z])"', script))
+        for verb in re.findall(r'\["([^"]+)", "([^"]+\.)"', script):
+            said |= set(verb)
+        self.assertGreater(len(said), 50)
+        both = {"buffer.py", "Token", "Status", "X-Token"}
+        self.assertEqual(set(), said - known.keys() - both)
+        self.assertEqual(set(), {word for word in known if word not in html + script})
+
+    def test_it_stays_short_enough_to_be_read(self):
+        self.assertLess(buffer.PAGE.count("\n"), 260)
+
+    def test_its_numbers_are_for_consumers(self):
+        self.open(WEBHOOK_TOKEN="one-that-may-only-send")
+        for token in (None, "wrong", "one-that-may-only-send"):
+            self.assertEqual(401, self.call("GET", "/painel/dados", token=token)[0])
+        self.send()
+        data = self.get("/painel/dados")
+        counts = [{"fonte": None, "status": "pendente", "quantidade": 1}]
+        found = [entry for entry in data["mensagens"] if entry["quantidade"]]
+        self.assertEqual(counts, found)
+        self.assertEqual((60, 3), (len(data["por_minuto"]), len(data["por_minuto"][0])))
+        self.assertEqual((None, buffer.__version__), (data["entrega"], data["versao"]))
+        self.assertLessEqual({"mais_antiga", "arquivo", "wal", "livre"}, data.keys())
+
+    def test_its_numbers_hold_the_state_of_delivery(self):
+        state = [{"destino": "FORWARD_URL", "estado": "fluindo"}]
+        self.app.delivery = mock.Mock(report=lambda: state)
+        self.assertEqual(state, self.get("/painel/dados")["entrega"])
+
+    def test_no_cache_keeps_what_it_asks_for(self):
+        self.send()
+        for url in ("/painel", "/painel/dados", "/fila", "/fila/1", "/fila/motivos"):
+            self.get(url) if url != "/painel" else self.call("GET", url)
+            self.assertEqual("no-store", self.answered["Cache-Control"], url)
+            self.assertEqual("nosniff", self.answered["X-Content-Type-Options"], url)
+
+
+class BrowserTest(unittest.TestCase):
+    """The page in Chromium, driven through selenium, where both are installed."""
+
+    @classmethod
+    def setUpClass(cls):
+        for program in ("chromium", "chromedriver"):
+            if not shutil.which(program):
+                raise unittest.SkipTest(f"no {program} here")
+        try:
+            from selenium import webdriver
+            from selenium.webdriver.chrome.service import Service as Driver
+        except ImportError:
+            raise unittest.SkipTest("no selenium here") from None
+        options = webdriver.ChromeOptions()
+        for word in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "lang=pt"):
+            options.add_argument(f"--{word}")
+        logs = {"browser": "ALL", "performance": "ALL"}
+        options.set_capability("goog:loggingPrefs", logs)
+        driver = Driver(shutil.which("chromedriver"))
+        cls.browser = webdriver.Chrome(options=options, service=driver)
+        cls.addClassCleanup(cls.browser.quit)
+
+    def setUp(self):
+        self.service = Service()
+        self.service.__enter__()
+        self.addCleanup(self.service.__exit__)
+        self.url = f"http://127.0.0.1:{self.service.port}/painel"
+        self.speak("pt-BR")
+        self.width(1280)
+        self.refused = ()  # statuses that the test provokes, which Chromium logs
+        self.browser.get_log("browser"), self.browser.get_log("performance")
+
+    def tearDown(self):
+        """No error in the console, no request to another host, in all of the tests."""
+        for entry in self.browser.get_log("browser"):
+            expected = any(
+                f"status of {code}" in entry["message"] for code in self.refused
+            )
+            if entry["level"] in ("SEVERE", "WARNING") and not expected:
+                self.fail(entry)
+        for entry in self.browser.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                url = message["params"]["request"]["url"]
+                self.assertTrue(url.startswith(self.url.removesuffix("painel")), url)
+                self.assertNotIn(TOKEN, url)
+
+    def speak(self, language):
+        order, values = "Network.setUserAgentOverride", {"acceptLanguage": language}
+        agent = self.browser.execute_script("return navigator.userAgent")
+        self.browser.execute_cdp_cmd(order, {"userAgent": agent, **values})
+
+    def width(self, width):
+        facts = {
+            "width": width,
+            "height": 844,
+            "deviceScaleFactor": 1,
+            "mobile": width < 500,
+        }
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", facts)
+
+    def send(self, body, path="/webhook"):
+        self.assertEqual(200, self.service.call("POST", path, body)[0])
+
+    def fail_with(self, reason, *ids):
+        for id_ in ids:
+            path = f"/fila/{id_}/erro"
+            self.assertEqual(200, self.service.call("POST", path, reason.encode())[0])
+
+    def statuses(self):
+        items = json.loads(self.service.call("GET", "/fila")[2])
+        return {item["id"]: item["status"] for item in items}
+
+    def find(self, selector):
+        return self.browser.find_element("css selector", selector)
+
+    def text(self, selector):
+        """What is to be read there; nothing while it is not there."""
+        script = "return document.querySelector(arguments[0])?.innerText ?? ''"
+        return self.browser.execute_script(script, selector)
+
+    def wait(self, what, text, seconds=10):
+        """Until the text of a selector, or what a function returns, matches."""
+        found, end = None, time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = what() if callable(what) else self.text(what)
+            if re.search(text, found):
+                return
+            time.sleep(0.05)
+        self.fail(f"{what} has {found!r} and not {text!r}")
+
+    def log_in(self, token=TOKEN):
+        self.browser.get(self.url)
+        self.browser.execute_script("sessionStorage.clear()")
+        self.browser.get(self.url)
+        self.find("#token").send_keys(token)
+        self.find("#login button").click()
+
+    def keys(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.browser).send_keys(*keys).perform()
+
+    def click(self, selector):
+        self.find(selector).click()
+
+    def look_again(self):
+        """As when the tab was in the background; else five seconds pass."""
+        script = "document.dispatchEvent(new Event('visibilitychange'))"
+        self.browser.execute_script(script)
+
+    def focused(self):
+        script = (
+            "let e = document.activeElement; return e.id || e.value || e.textContent"
+        )
+        return self.browser.execute_script(script)
+
+    def test_a_wrong_token_then_the_right_one_then_out(self):
+        self.refused = (401,)
+        self.send(b"{}")
+        self.log_in("wrong")
+        self.wait("#refused", "O token não é aceito")
+        self.assertFalse(self.find("#inside").is_displayed())
+        self.find("#token").clear()
+        self.find("#token").send_keys(f"{TOKEN}\n")
+        self.wait("#rows", "pendente")
+        self.assertEqual(self.url, self.browser.current_url)
+        self.browser.refresh()  # the token is kept while the tab is open
+        self.wait("#rows", "pendente")
+        self.browser.execute_script("sessionStorage.setItem('token', 'old')")
+        self.browser.refresh()
+        self.wait("#refused", "O token não é aceito")
+        self.find("#token").send_keys(f"{TOKEN}\n")
+        self.wait("#rows", "pendente")
+        self.click("#leave")
+        self.assertTrue(self.find("#token").is_displayed())
+        kept = self.browser.execute_script(
+            "return sessionStorage.length + localStorage.length + document.cookie.length"
+        )
+        self.assertEqual((0, "token"), (kept, self.focused()))
+
+    def test_a_webhook_shows_up_by_itself(self):
+        self.log_in()
+        self.wait("#counts .pendente b", "^0$")
+        self.assertTrue(self.find("#none").is_displayed())
+        self.send(b"{}", "/webhook/lojas")
+        self.wait("#counts .pendente b", "^1$")
+        self.wait("#rows", "lojas")
+        self.assertIn("1 recebidas", self.find("#plot").get_attribute("aria-label"))
+
+    def test_a_payload_is_text_whatever_it_is(self):
+        evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+        number = '{"n":12345678901234567890,"v":1.10,"v":[],"e":[{},"a\\"[b"]}'
+        pretty = """{
+  "n": 12345678901234567890,
+  "v": 1.10,
+  "v": [],
+  "e": [
+    {},
+    "a\\"[b"
+  ]
+}"""
+        for body in (
+            evil.encode(),
+            number.encode(),
+            b"\xff\xfe <",
+            json.dumps(evil).encode(),
+        ):
+            self.send(body, f"/webhook/{urllib.parse.quote(evil)}")
+        self.fail_with(evil, 1)
+        self.log_in()
+        self.wait("#rows tr:last-child", "<img src=x")
+        for id_, expected in (
+            (1, evil),
+            (2, pretty),
+            (3, f"000000  ff fe 20 3c{'':38}.. <"),
+            (4, evil),
+        ):
+            self.click(f"#rows [value='{id_}']")
+            self.wait("#one[open] #title", f"Mensagem {id_}:")
+            shown = self.find("#payload").get_attribute("textContent")
+            self.assertEqual(expected, shown)
+            self.click("#close")
+        self.click("#reasons summary")
+        self.wait("#why", "<img src=x")
+        self.assertEqual("buffer.py", self.browser.title)
+        self.assertEqual(
+            [], self.browser.find_elements("css selector", "img, main script")
+        )
+
+    def test_replay_and_erase_one(self):
+        for _ in range(2):
+            self.send(b"{}")
+        self.fail_with("broken", 1, 2)
+        self.log_in()
+        for verb, answer, expected in (
+            ("reenviar", "", {1: "erro", 2: "erro"}),
+            ("reenviar", "yes", {1: "pendente", 2: "erro"}),
+            ("apagar", "yes", {2: "erro"}),
+        ):
+            self.wait("#rows", "\\b1\\b")
+            self.click("#rows [value='1']")
+            self.wait("#one[open] #title", "Mensagem 1:")
+            self.click(f"#buttons [value={verb}]")
+            self.wait("#what", "1 mensagem: 1")
+            self.click("#yes" if answer else "#ask button")
+            if answer:
+                self.wait("#news", "Reenviar|Apagar")
+            else:
+                self.click("#close")
+            self.wait(lambda: str(self.statuses()), f"^{re.escape(str(expected))}$")
+        self.wait("#counts .erro b", "^1$")
+
+    def test_done_and_failed_with_a_reason(self):
+        self.send(b"{}")
+        self.log_in()
+        for verb, expected in (("erro", "erro"), ("processado", "processado")):
+            self.wait("#rows", "1")
+            self.click("#rows [value='1']")
+            self.wait("#one[open] #title", "Mensagem 1:")
+            self.click(f"#buttons [value={verb}]")
+            if verb == "erro":
+                self.find("#reason").send_keys("por fora")
+            self.click("#yes")
+            self.wait(lambda: self.statuses()[1], expected)
+            self.wait("#rows", expected)
+            if verb == "erro":
+                self.assertIn("por fora", self.text("#rows"))
+
+    def test_replay_all_that_failed_for_one_reason(self):
+        for _ in range(5):
+            self.send(b"{}")
+        self.fail_with("sem crédito & <b>", 1, 2, 3)
+        self.fail_with("other", 4)
+        self.log_in()
+        self.wait("#rows", "crédito")
+        self.click("#rows [value='2']")
+        self.wait("#one[open] #title", "Mensagem 2:")
+        self.click("#buttons [value=all]")
+        self.wait("#what", "3 mensagens: sem crédito & <b>")
+        self.fail_with("sem crédito & <b>", 5)  # after the person was told how many
+        self.click("#yes")
+        self.wait("#news", "Reenviar: 3 mensagens")
+        expected = {**dict.fromkeys((1, 2, 3), "pendente"), 4: "erro", 5: "erro"}
+        self.assertEqual(expected, self.statuses())
+
+    def test_what_another_has_done_meanwhile_is_said_in_words(self):
+        self.refused = (409, 404)
+        self.send(b"{}")
+        self.log_in()
+        self.wait("#rows", "pendente")
+        self.click("#rows [value='1']")
+        self.wait("#one[open] #title", "pendente")
+        self.service.call("POST", "/fila/pegar")
+        self.click("#buttons [value=processado]")
+        self.click("#yes")
+        self.wait("#failed", "a mensagem mudou")
+        self.wait("#title", "processando")
+        self.service.call("DELETE", "/fila/1")
+        self.click("#buttons [value=apagar]")
+        self.wait("#what", "Um consumidor está com ela agora")
+        self.click("#yes")
+        self.wait("#failed", "não existe mais")
+
+    def test_filter_search_and_pages(self):
+        for number in range(60):
+            self.send(b"{}", f"/webhook/n{number + 1}")
+        self.fail_with("x", 5)
+        self.log_in()
+        for click, first, last in (
+            (None, 60, 36),
+            ("#older", 35, 11),
+            ("#older", 10, 1),
+            ("#newer", 35, 11),
+            ("#newer", 60, 36),
+        ):
+            if click:
+                self.click(click)
+            self.wait("#rows tr:first-child", f"n{first}\\b")
+            self.wait("#rows tr:last-child", f"n{last}\\b")
+        self.assertFalse(self.find("#newer").is_enabled())
+        self.click("#counts .erro")
+        self.wait("#rows tr:first-child", "n5\\b")
+        self.find("#find").send_keys("17\n")
+        self.wait("#rows tr:first-child", "n17\\b")
+        self.find("#find").send_keys("x\n")
+        self.wait("#none", "Nenhuma mensagem")
+
+    def test_the_keyboard_is_enough(self):
+        from selenium.webdriver.common.keys import Keys
+
+        self.send(b"{}")
+        self.fail_with("x", 1)
+        self.log_in()
+        self.wait("#rows", "erro")
+        self.assertEqual("now", self.focused())
+        for _ in range(20):
+            self.keys(Keys.TAB)
+            if self.focused() == "1":
+                break
+        outline = "return getComputedStyle(document.activeElement).outlineStyle"
+        self.assertEqual("solid", self.browser.execute_script(outline))
+        self.keys(Keys.ENTER)
+        self.wait(self.focused, "title")
+        self.keys(Keys.ESCAPE)
+        self.wait(self.focused, "^1$")
+        self.keys(Keys.ENTER)
+        self.wait(self.focused, "title")
+        self.keys(Keys.TAB, Keys.TAB)
+        self.assertEqual("reenviar", self.focused())
+        self.keys(Keys.ENTER)
+        self.wait(self.focused, "Cancelar")
+        self.keys(Keys.TAB, Keys.ENTER)
+        self.wait("#rows", "pendente")
+        self.wait(self.focused, "^1$")
+
+    def test_a_phone_and_english(self):
+        self.send(b"{}", "/webhook/" + "long" * 99)
+        self.fail_with("reason" * 99, 1)
+        self.speak("en-GB")
+        self.width(390)
+        self.log_in()
+        self.wait("#rows", "failed")
+        self.click("#reasons summary")
+        self.wait("#why", "reason")
+        over = "return document.documentElement.scrollWidth"
+        self.assertEqual(390, self.browser.execute_script(over))
+        self.click("#rows [value='1']")
+        self.wait("#one[open] #title", "Message 1: failed")
+        inside = "const one = document.querySelector('#one'); return one.scrollWidth - one.clientWidth"
+        self.assertEqual(0, self.browser.execute_script(inside))
+        language = self.browser.execute_script("return document.documentElement.lang")
+        self.assertEqual("en-GB", language)
+        self.assertNotRegex(self.text("body"), "[áãçéêíóõ]")
+
+    def test_it_says_when_there_is_no_service_and_recovers(self):
+        self.send(b"{}")
+        self.log_in()
+        self.wait("#rows", "pendente")
+        offline = {"offline": True, "latency": 0, "downloadThroughput": -1}
+        offline["uploadThroughput"] = -1
+        self.browser.execute_cdp_cmd("Network.enable", {})
+        self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+        self.look_again()
+        self.wait("#trouble", "Sem conexão")
+        offline["offline"] = False
+        self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+        self.look_again()
+        self.wait("#trouble", "^$")
+        self.browser.get_log("browser")
 
 
 # The server
