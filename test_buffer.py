@@ -4937,6 +4937,54 @@ def fill(path, number, settled=False, mixed=False):
                 db.execute(f"UPDATE fila SET {change} WHERE id % 8 = {part}")
 
 
+def converse(path):
+    """Gives a file of fill() conversations of ten messages each: of 100 people who write
+    at once, every other one in this very moment."""
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA journal_mode = OFF")
+        db.execute(
+            "UPDATE fila SET group_key = '5511' || (id / 1000 * 100 + id % 100),"
+            " created_at = iif(id % 2, created_at, datetime('now'))"
+        )
+    with contextlib.closing(buffer.Store(str(path), grouped=True)) as store:
+        while store.gather(store.TAKEN_IN):
+            pass
+
+
+def conversations():
+    """Claims of 50 conversations beside claims of as many plain messages."""
+    few, many, grouped = [], [], []
+    turns = (grouped, 50, "limite=50&agrupar=86400"), (few, 50, "limite=50")
+    turns += turns[0], (many, 500, "limite=500")  # what is not quiet is left for these
+    service = Service(GROUP_KEY="X-Key")
+    fill(service.db, 1_000_000)
+    converse(service.db)
+    with service, contextlib.closing(service.connect()) as line:
+        for times, number, query in turns * (ROUNDS * CLAIMS // 2):
+            seconds, text = timed(ask, line, f"/fila/pegar?{query}")
+            times.append(seconds)
+            found = json.loads(text)
+            assert len(found) == number, len(found)
+            ids = [id_ for item in found for id_ in item.get("ids") or [item["id"]]]
+            assert len(ids) == number * (10 if times is grouped else 1), len(ids)
+            ask(line, "/fila/processado", json.dumps({"ids": ids}))
+    few, many, grouped = (1000 * statistics.median(x) for x in (few, many, grouped))
+    yield "50 messages", f"{few:6.2f} ms"
+    yield "500 messages", f"{many:6.2f} ms"
+    yield "50 conversations", f"{grouped:6.2f} ms"
+    yield "to 50 messages", f"{grouped / few:6.2f}", "at most 3", grouped <= 3 * few
+    yield "to 500 messages", f"{grouped / many:6.2f}"
+
+
+def ask(line, path, body=None):
+    """The answer to a POST, which must be good."""
+    line.request("POST", path, body, {"X-Token": TOKEN})
+    answer = line.getresponse()
+    text = answer.read()
+    assert answer.status == 200, (path, answer.status, text)
+    return text
+
+
 def count(path, status):
     with contextlib.closing(sqlite3.connect(path)) as db:
         sql = "SELECT count(*) FROM fila WHERE status = ?"
@@ -4954,6 +5002,7 @@ MEASURES = {
     "signatures": signatures,
     "waiters": waiters,
     "calls": calls,
+    "conversations": conversations,
 }
 
 
