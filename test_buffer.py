@@ -2352,6 +2352,456 @@ class ClaimOptionsTest(QueueCase):
         self.assertEqual("pendente", self.row(1)["status"])
 
 
+class ConversationCase(QueueCase):
+    settings = (("GROUP_KEY", "$.de|X-De"), ("MAX_ATTEMPTS", "4"))
+
+    def say(self, *people):
+        """A message of each, in this order; None is nobody."""
+        for who in people:
+            self.send(json.dumps({"de": who}).encode())
+
+    def after(self, seconds, query="?agrupar=8"):
+        """[(key, ids)] of what is handed out so many seconds later."""
+        self.clock.now += seconds
+        return [(item["chave"], item["ids"]) for item in self.claim(query)]
+
+    def singles(self, query="?serie=1"):
+        return [item["id"] for item in self.claim(query)]
+
+    def done(self, *ids):
+        self.assertEqual(200, self.post("/fila/processado", {"ids": ids})[0])
+
+
+class ConversationsTest(ConversationCase):
+    """With `agrupar`: one item per conversation, after a silence."""
+
+    def test_a_burst_is_one_item_once_its_newest_is_old_enough(self):
+        for who in "abaa":
+            self.say(who)
+            self.clock.now += 1
+        self.assertEqual([("b", [2])], self.after(5))
+        self.assertEqual([], self.after(1))
+        self.assertEqual([("a", [1, 3, 4])], self.after(1))
+
+    def test_an_item_has_key_ids_and_messages(self):
+        self.say("a", "a", None)
+        self.clock.now += 8
+        a, nobody = self.claim("?agrupar=8")
+        self.assertEqual(["chave", "ids", "mensagens"], list(a))
+        self.assertEqual([1, 2], [message["id"] for message in a["mensagens"]])
+        self.assertEqual(
+            ({"de": "a"}, 1, "a"),
+            tuple(a["mensagens"][0][key] for key in ("payload", "tentativa", "chave")),
+        )
+        self.assertEqual((None, [3]), (nobody["chave"], nobody["ids"]))
+
+    def test_a_message_without_key_is_a_conversation_of_its_own(self):
+        self.say(None, "3", None, None)
+        expected = [(None, [1]), ("3", [2]), (None, [3]), (None, [4])]
+        self.assertEqual(expected, self.after(8))
+
+    def test_who_never_stops_is_answered_after_ate(self):
+        for _ in range(6):
+            self.say("a")
+            self.assertEqual([], self.after(7))
+        self.say("a")
+        self.assertEqual([("a", [1, 2, 3, 4, 5, 6, 7])], self.after(6))  # 6 times 8
+        self.say("b")
+        self.assertEqual([], self.after(4, "?agrupar=8&ate=5"))
+        self.assertEqual([("b", [8])], self.after(1, "?agrupar=8&ate=5"))
+
+    def test_what_arrives_meanwhile_waits_and_the_silence_counts_again(self):
+        self.say("a")
+        self.after(8)
+        self.say("a")
+        self.assertEqual([], self.after(20))
+        self.say("a")
+        self.done(1)
+        self.assertEqual([], self.after(7))
+        self.assertEqual([("a", [2, 3])], self.after(1))
+
+    def test_it_waits_for_all_of_what_is_in_work(self):
+        self.say("a", "a")
+        self.after(8)
+        self.say("a")
+        self.done(1)
+        self.assertEqual([], self.after(8))
+        self.assertEqual(200, self.settle(2, "erro"))
+        self.assertEqual([("a", [3])], self.after(0))
+
+    def test_a_plain_claim_counts_as_work(self):
+        self.say("a", "a")
+        self.assertEqual(1, self.claim("?limite=1")[0]["id"])
+        self.assertEqual([], self.after(8))
+        self.done(1)
+        self.assertEqual([("a", [2])], self.after(0))
+
+    def test_nothing_overtakes_a_message_that_is_to_come_again(self):
+        self.say("a", "a", "b")
+        self.after(8)
+        self.settle(1, "devolver?em=30")
+        self.done(2)
+        self.say("a")
+        self.assertEqual([], self.after(29))
+        self.assertEqual([("a", [1, 4])], self.after(1))
+
+    def test_what_stands_before_it_does_not_wait_for_it(self):
+        self.say("a", "a", "a")
+        self.after(8)
+        self.done(1)
+        self.settle(2, "devolver?em=30")
+        self.done(3)
+        self.say("a")
+        self.assertEqual(200, self.settle(1, "reenviar"))
+        self.assertEqual([("a", [1])], self.after(8))
+        self.done(1)
+        self.assertEqual([("a", [2, 4])], self.after(30))
+
+    def test_when_a_lease_ends_it_comes_again_with_what_came_since(self):
+        self.say("a")
+        self.after(8, "?agrupar=8&reserva=60")
+        self.say("a")
+        self.assertEqual([], self.after(59))
+        self.assertEqual([("a", [1, 2])], self.after(1))
+
+    def test_the_longest_waiting_are_first_and_none_starves(self):
+        self.say("a")
+        self.clock.now += 30
+        self.say("b", "c")
+        self.clock.now += 10
+        self.say("a")
+        self.assertEqual([("b", [2])], self.after(7, "?agrupar=8&limite=1"))
+        expected = [("a", [1, 4]), ("c", [3])]  # a is over its 48 seconds
+        self.assertEqual(expected, self.after(1, "?agrupar=8&limite=2"))
+
+    def test_plain_claims_go_on_as_before(self):
+        self.say("a", None, "a")
+        self.assertEqual([1, 2, 3], [item["id"] for item in self.claim()])
+
+    def test_a_slip_does_not_hand_out_messages(self):
+        self.say("a")
+        for query in (
+            *("agrupar=0", "agrupar=-1", "agrupar=x", "agrupar=", "agrupar=604801"),
+            *("agrupar=8&ate=0", "agrupar=8&ate=", "ate=8", "serie=2", "serie="),
+        ):
+            status, text = self.call("POST", f"/fila/pegar?{query}")
+            self.assertEqual((400, 1), (status, text.count("\n")), query)
+        self.assertEqual(1, len(self.claim("?serie=0")))
+
+
+class SerialTest(ConversationCase):
+    """With serie=1: single messages, never two of a key at once."""
+
+    def test_of_each_key_the_oldest(self):
+        self.say("a", "a", "b", None, None)
+        self.assertEqual([1, 3, 4, 5], self.singles())
+        self.assertEqual([], self.singles())
+        self.done(1, 4)
+        self.assertEqual([2], self.singles())
+
+    def test_nothing_overtakes_a_message_that_is_to_come_again(self):
+        self.say("a", "a")
+        self.singles()
+        self.settle(1, "devolver?em=30")
+        self.assertEqual([], self.singles())
+        self.clock.now += 30
+        self.assertEqual([1], self.singles())
+        self.settle(1, "erro")
+        self.assertEqual([2], self.singles())
+
+    def test_it_keeps_to_conversations_in_work_and_they_to_it(self):
+        self.say("a", "a", "b")
+        self.assertEqual([("a", [1, 2])], self.after(8, "?agrupar=8&limite=1"))
+        self.assertEqual([3], self.singles())
+        self.say("a", "b")
+        self.assertEqual([], self.after(8))
+
+
+class ConversationOptionsTest(ConversationCase):
+    def test_limite_and_max_count_conversations(self):
+        self.say(*"aabbccd")
+        self.clock.now += 8
+        self.assertEqual(2, len(self.claim("?agrupar=8&limite=2")))
+        self.assertEqual([("c", [5, 6])], self.after(0, "?agrupar=8&max=3"))
+        self.assertEqual([], self.after(0, "?agrupar=8&max=3"))
+        self.assertEqual([], self.singles("?serie=1&max=3"))
+        self.done(1, 2)
+        self.assertEqual([7], self.singles("?serie=1&max=3"))
+
+    def test_fonte_takes_only_that_source(self):
+        for source in (None, "x", "y", "x"):
+            self.store.webhook(b"{}", source=source, group_key="a")
+        [item] = (
+            self.clock.__init__(self.clock.now + 8),
+            self.claim("?agrupar=8&fonte=x"),
+        )[1]
+        self.assertEqual(
+            ("a", "x", [2, 4]), (item["chave"], item["fonte"], item["ids"])
+        )
+        self.assertEqual([3], self.singles("?serie=1&fonte=Y"))
+        self.assertEqual(
+            [("a", [1])], self.after(0)
+        )  # of two sources: two conversations
+
+    def test_reserva_and_formato(self):
+        self.say("a")
+        self.clock.now += 8
+        [item] = self.claim("?agrupar=8&reserva=30&formato=n8n")
+        self.assertEqual({"de": "a"}, item["mensagens"][0]["body"])
+        self.assertEqual(1, len(self.after(30)))
+
+    def test_bytes_cut_the_first_and_pass_over_others(self):
+        self.open(MAX_BATCH_BYTES="100")
+        for who, size in (*[("a", 60)] * 3, ("b", 30), ("b", 30), ("c", 30)):
+            self.store.webhook(b"x" * size, group_key=who)
+        self.assertEqual([("a", [1]), ("c", [6])], self.after(8))
+        self.assertEqual([("b", [4, 5])], self.after(0))
+        self.done(1)
+        self.assertEqual([("a", [2])], self.after(0))
+
+    def test_a_message_larger_than_all_comes_alone(self):
+        self.open(MAX_BATCH_BYTES="100")
+        for size in (10, 200, 10):
+            self.store.webhook(b"x" * size, group_key="a")
+        for id_ in (1, 2, 3):
+            self.assertEqual([("a", [id_])], self.after(8))
+            self.done(id_)
+
+    def test_an_answer_has_no_more_messages_than_a_verdict_takes(self):
+        with mock.patch.object(buffer.Store, "MANY", 3):
+            self.say(*"aaaabbcc")
+            self.assertEqual([("a", [1, 2, 3])], self.after(8))
+            self.assertEqual([("b", [5, 6])], self.after(0))
+            self.done(1, 2, 3)
+            self.assertEqual([("a", [4]), ("c", [7, 8])], self.after(0))
+
+
+class ConversationsAndPoisonTest(ConversationCase):
+    """A consumer dies of one message; nobody knows of which conversation."""
+
+    def test_suspects_come_in_half_as_big_a_claim_among_their_like(self):
+        self.say(*"aabbccdd")
+        self.assertEqual(4, len(self.after(8)))
+        self.say("e")
+        self.assertEqual([("a", [1, 2]), ("b", [3, 4])], self.after(600))
+        self.assertEqual([("c", [5, 6]), ("d", [7, 8])], self.after(0))
+        self.assertEqual([("e", [9])], self.after(0))
+        self.assertEqual([("a", [1, 2])], self.after(600))
+
+    def test_the_last_time_a_message_is_alone_and_its_end_frees_the_key(self):
+        self.say("a", "a")
+        for _ in range(3):
+            self.assertEqual([("a", [1, 2])], self.after(600))
+        self.assertEqual([("a", [1])], self.after(600))
+        self.assertEqual([("a", [2])], self.after(600))
+        self.assertEqual(["erro", "processando"], [r["status"] for r in self.rows()])
+        self.done(2)
+        self.assertEqual([], self.after(600))
+
+    def test_attempts_are_counted_by_message(self):
+        self.say("a")
+        for _ in range(3):
+            self.after(8)
+            self.settle(1, "devolver?em=0")
+        self.say("a")
+        self.assertEqual([("a", [1, 2])], self.after(8))
+        self.post("/fila/devolver?em=0", {"ids": [1, 2]})
+        self.assertEqual(["erro", "pendente"], [r["status"] for r in self.rows()])
+        self.assertEqual([("a", [2])], self.after(0))
+
+
+class GroupKeyTest(ConversationCase):
+    def key(self, body=b"{}", url="/webhook", **environ):
+        self.send(body, url, **environ)
+        return self.rows()[-1]["group_key"]
+
+    def test_the_first_word_that_is_there_counts(self):
+        self.assertEqual("a", self.key(b'{"de":"a"}', HTTP_X_DE="h"))
+        self.assertEqual("h", self.key(b'{"de":""}', HTTP_X_DE="h"))
+        self.assertEqual("h", self.key(b"no json", HTTP_X_DE="h"))
+        self.assertEqual("5511", self.key(b'{"de":5511}'))
+        self.assertIsNone(self.key(b'{"de":null}'))
+        self.assertIsNone(self.key(b'{"de":{"a":1}}'))
+
+    def test_what_no_column_takes_or_no_key_is(self):
+        self.assertEqual("a\\ud800", self.key(b'{"de":"a\\ud800"}'))
+        self.assertEqual("x" * 500, self.key(b'{"de":"%b"}' % (b"x" * 500)))
+        self.assertIsNone(self.key(b'{"de":"%b"}' % (b"x" * 501)))
+
+    def test_a_source_may_have_its_own(self):
+        for own, key in (("$.tel", "t"), ("", "d"), ("-", None)):
+            self.open(SECRET_SHOP="s", GROUP_KEY_SHOP=own, SIGN_SHOP="X-T - -")
+            body, header = b'{"de":"d","tel":"t"}', {"HTTP_X_T": "s"}
+            self.assertEqual(key, self.key(body, "/webhook/shop", **header), own)
+        self.assertEqual("d", self.key(b'{"de":"d","tel":"t"}'))
+
+    def test_a_wrong_word_ends_the_start(self):
+        for name, text in (
+            ("GROUP_KEY", "$."),
+            ("GROUP_KEY", "a|"),
+            ("GROUP_KEY_X", "a b"),
+        ):
+            with self.assertRaisesRegex(buffer.StartError, f"{name}=.*it takes"):
+                self.open(SECRET_X="s", **{name: text})
+        with self.assertRaisesRegex(buffer.StartError, "not SECRET_Y"):
+            self.open(GROUP_KEY_Y="a")
+
+
+class ConversationsKeptTest(ConversationCase):
+    """Whatever changes a message, and whoever: its conversation knows."""
+
+    def sqlite(self, sql):
+        """What another program does to the file."""
+        with contextlib.closing(sqlite3.connect(self.configured.db_path)) as db, db:
+            db.executescript(sql)
+
+    def test_a_file_without_conversations_has_nothing_of_them(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open(GROUP_KEY="")
+        self.send()
+        self.claim()
+        buffer.Housekeeper(self.configured, self.store).tidy()
+        names = [row["name"] for row in self.rows("SELECT name FROM sqlite_master")]
+        self.assertFalse([name for name in names if re.search("conv|abert|mud", name)])
+        self.assertEqual(
+            [], self.rows("SELECT * FROM sqlite_master WHERE type='trigger'")
+        )
+
+    def test_the_first_claim_finds_what_was_there_before(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open(GROUP_KEY="")
+        for key in "aabbcd":
+            self.store.webhook(b"{}", group_key=key)
+        self.claim("?limite=1")
+        self.settle(3, "erro")
+        self.post("/fila/pegar?limite=1")  # 2 of a
+        self.settle(2, "devolver?em=60")
+        self.done(5)
+        self.assertEqual([("b", [4]), ("d", [6])], self.after(8))
+        self.done(1)
+        self.assertEqual([("a", [2])], self.after(60))
+
+    def test_a_restart_changes_nothing(self):
+        self.say("a", "b")
+        self.assertEqual([("a", [1])], self.after(8, "?agrupar=8&limite=1"))
+        self.say("a")
+        self.settle(1, "devolver?em=30")
+        self.store.close()
+        self.open()
+        self.assertEqual([("b", [2])], self.after(8))
+        self.assertEqual([("a", [1, 3])], self.after(30))
+
+    def test_the_old_programs_messages_and_changes(self):
+        self.say("a", "a")
+        self.after(8)
+        self.sqlite("INSERT INTO fila (payload, created_at) VALUES ('x', NULL)")
+        self.sqlite("UPDATE fila SET status='pendente', locked_at=NULL WHERE id < 3")
+        self.assertEqual([("a", [1, 2]), (None, [3])], self.after(0))
+        self.sqlite(
+            "UPDATE fila SET status='processado' WHERE id < 3; DELETE FROM fila"
+        )
+        self.say("a")
+        self.assertEqual([("a", [4])], self.after(8))
+
+    def test_another_process_hands_out_by_the_same_rule(self):
+        other = buffer.open_store(self.configured, self.clock)
+        self.addCleanup(other.close)
+        self.say("a", "a", "b")
+        self.clock.now += 8
+        [(source, key, rows)] = other.pegar_conversas(1, 60, 1000, quiet=8, longest=48)
+        self.assertEqual(
+            (None, "a", [1, 2]), (source, key, [row["id"] for row in rows])
+        )
+        self.assertEqual([("b", [3])], self.after(0))
+        other.processado([1])
+        self.assertEqual([], self.after(0))
+        other.erro([2])
+        self.say("a")
+        self.assertEqual([("a", [4])], self.after(8))
+
+    def test_erased_messages_hold_nobody_up(self):
+        self.say("a", "a", "b", "b", "b")
+        self.after(8, "?agrupar=8&limite=1")
+        for id_ in (1, 2, 3):
+            self.done(2)
+            self.assertEqual(204, self.call("DELETE", f"/fila/{id_}")[0])
+        self.say("a")
+        self.assertEqual([("b", [4, 5]), ("a", [6])], self.after(8))
+
+    def test_what_is_purged_leaves_nothing_behind(self):
+        self.say("a", "b")
+        self.after(8)
+        self.done(1, 2)
+        self.clock.now += 8 * 86400
+        buffer.Housekeeper(self.configured, self.store).tidy()
+        for table in ("fila", "abertas", "conversas", "mudadas"):
+            self.assertEqual([], self.rows(f"SELECT * FROM {table}"), table)
+
+    def test_a_replay_comes_at_once_but_not_beside_another(self):
+        self.say("a", "a")
+        self.after(8)
+        self.done(1, 2)
+        self.say("a")
+        self.post("/fila/reenviar", {"ids": [1]})
+        self.assertEqual([], self.after(7))  # a has just written again
+        self.assertEqual([("a", [1, 3])], self.after(1))
+        self.post("/fila/reenviar", {"ids": [2]})
+        self.assertEqual([], self.after(0))
+
+    def test_until_all_is_seen_nothing_is_judged(self):
+        with mock.patch.object(buffer.Store, "TAKEN_IN", 2):
+            self.say("a", "a", "a")
+            self.assertEqual([], self.after(8))
+            self.assertEqual([("a", [1, 2, 3])], self.after(0))
+
+    def test_the_timer_takes_in_what_is_new(self):
+        self.say(*"abcab")
+        with mock.patch.object(buffer.Housekeeper, "GATHERED", 2):
+            buffer.Housekeeper(self.configured, self.store).tidy()
+        self.assertEqual(5, len(self.rows("SELECT * FROM abertas")))
+        self.assertEqual([], self.rows("SELECT * FROM mudadas"))
+
+    def test_a_claim_that_fails_leaves_no_half_made_tables(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open(GROUP_KEY="")
+        self.send()
+        good, self.store._db = self.store._db, Faulty(self.store._db, "SELECT source")
+        self.assertEqual(503, self.call("POST", "/fila/pegar?agrupar=8")[0])
+        self.store._db = good
+        self.assertEqual([(None, [1])], self.after(8))
+
+    def test_a_clock_that_was_set_back_holds_nobody_up(self):
+        self.say("a")
+        self.clock.now -= 3600
+        self.assertEqual([("a", [1])], self.after(0))
+
+    def test_every_query_uses_its_index(self):
+        one = "PRIMARY KEY (source=? AND group_key=?"
+        row = "fila USING INTEGER PRIMARY KEY (rowid=?)"
+        for sql, index in (
+            (buffer.READ[0], row),
+            *((sql, "PRIMARY KEY (") for sql in buffer.GATHER),
+            (buffer.QUIET, "conversas_newest (newest<?)"),
+            (buffer.SET_BACK, "conversas_newest (newest>?)"),
+            (buffer.WAITED, "conversas_oldest (oldest<?)"),
+            (buffer.OF_SOURCE[buffer.QUIET], "_newest_source (source=? AND newest<?)"),
+            (buffer.OF_SOURCE[buffer.WAITED], "_oldest_source (source=? AND oldest<?)"),
+            (buffer.GROUPS_IN_WORK, "COVERING INDEX conversas_in_work"),
+            (buffer.OF_GROUP, f"abertas USING {one} AND state=? AND id<?)"),
+        ):
+            named = dict.fromkeys(re.findall(r":([a-z]\w*)", sql), 1)
+            named.update({"ids": "[1]"} if "ids" in named else {})
+            plan = self.store._run(f"EXPLAIN QUERY PLAN {sql}", **named)
+            text = "\n".join(row["detail"] for row in plan)
+            self.assertIn(index, text, sql)
+            self.assertNotRegex(
+                text, r"(?m)SCAN (fila|abertas|conversas|mudadas)\b", sql
+            )
+
+
 class ListTest(QueueCase):
     def setUp(self):
         super().setUp()
@@ -4951,6 +5401,36 @@ def converse(path):
             pass
 
 
+def keyed():
+    """Webhooks of 10,000 people, with GROUP_KEY and without."""
+    if load_tool() != "wrk":
+        yield "not measured", "it takes wrk"
+        return
+    path, key = "$.data.key.remoteJid", '"key":{"remoteJid":"5511]] .. n .. [["}'
+    body = SAMPLE.replace('"conversation"', f'{key},"conversation"')
+    script = (
+        WRK.replace(SAMPLE, "")
+        + f"""
+function request()
+  local n = math.random(10000, 19999)
+  return wrk.format(nil, nil, nil, [[{body}]])
+end
+"""
+    )
+    loads = [], []
+    with Service() as without, Service(GROUP_KEY=path) as grouped:
+        for _ in range(ROUNDS):
+            for service, taken in zip((without, grouped), loads):
+                taken.append(load_by_wrk(service.port, 64, script))
+        sql = "SELECT count(DISTINCT group_key) FROM fila"
+        with contextlib.closing(sqlite3.connect(grouped.db)) as db:
+            assert db.execute(sql).fetchone()[0] > 9000
+    yield "without a key", str(Load.median(loads[0]))
+    yield "with GROUP_KEY", str(Load.median(loads[1]))
+    share = 100 * statistics.median(g.rate / w.rate for w, g in zip(*loads))
+    yield "with / without", f"{share:6.1f} %", "at least 95 %", share >= 95
+
+
 def conversations():
     """Claims of 50 conversations beside claims of as many plain messages."""
     few, many, grouped = [], [], []
@@ -5002,6 +5482,7 @@ MEASURES = {
     "signatures": signatures,
     "waiters": waiters,
     "calls": calls,
+    "keyed": keyed,
     "conversations": conversations,
 }
 
