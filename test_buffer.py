@@ -2921,6 +2921,8 @@ class Model:
             self.send,
             self.claim,
             self.claim,
+            self.claim_conversations,
+            self.claim_conversations,
             self.settle,
             self.settle_many,
             self.settle,
@@ -2933,8 +2935,8 @@ class Model:
 
     def send(self, random):
         for _ in range(random.randint(1, 3)):
-            source = random.choice([None, "a"])
-            self.test.store.webhook(b"{}", source=source)
+            source, key = random.choice([None, "a"]), random.choice([None, "k", "l"])
+            self.test.store.webhook(b"{}", source=source, group_key=key)
             self.count += 1
             self.messages[self.count] = {
                 "status": "pendente",
@@ -2943,6 +2945,8 @@ class Model:
                 "due": 0,
                 "until": 0,
                 "source": source,
+                "key": (source, key or self.count),
+                "sent": self.now,
             }
 
     def leases_end(self):
@@ -2953,46 +2957,107 @@ class Model:
                 message.update(lost=message["batch"], due=0)
 
     def claim(self, random):
-        limit, lease = random.randint(1, 6), random.choice([60, 600])
-        source, most = random.choice([None, None, "a"]), random.choice([None, 3])
-        query = f"?limite={limit}&reserva={lease}"
-        query += f"&fonte={source}" if source else ""
-        query += f"&max={most}" if most else ""
-        self.leases_end()
-        busy = sum(m["status"] == "processando" for m in self.messages.values())
-        if most:
-            limit = min(limit, most - busy)
-        expected = self.batch(max(limit, 0), source)
-        got = [item["id"] for item in self.test.claim(query)]
-        self.test.assertEqual(expected, got)
-        for id_ in got:
-            message = self.messages[id_]
-            self.test.assertLess(message["attempts"], self.most)
-            message.update(status="processando", until=self.now + lease, batch=len(got))
-            message["attempts"] += 1
-
-    def batch(self, limit, source):
+        limit, query, source = self.options(random)
         due = [
             (id_, m)
             for id_, m in sorted(self.messages.items())
-            if m["status"] == "pendente"
-            and m["due"] <= self.now
-            and source in (None, m["source"])
-        ][: 2 * limit]
-        if not due or not limit:
+            if self.is_due(m) and source in (None, m["source"])
+        ]
+        if query["max"]:
+            busy = sum(m["status"] == "processando" for m in self.messages.values())
+            limit = min(limit, query["max"] - busy)
+        expected = [id_ for id_, _ in self.batch(due[: 2 * limit], limit)]
+        got = [item["id"] for item in self.test.claim(self.asked(query))]
+        self.test.assertEqual(expected, got)
+        self.lease_all(got, query["reserva"], len(got))
+
+    def options(self, random):
+        """(limit, query, source) of a claim, before which leases end."""
+        limit, lease = random.randint(1, 6), random.choice([60, 600])
+        source, most = random.choice([None, None, "a"]), random.choice([None, 3])
+        query = {"limite": limit, "reserva": lease, "fonte": source, "max": most}
+        self.leases_end()
+        return limit, query, source
+
+    def asked(self, query):
+        return "?" + "&".join(f"{k}={v}" for k, v in query.items() if v is not None)
+
+    def is_due(self, message):
+        return message["status"] == "pendente" and message["due"] <= self.now
+
+    def lease_all(self, ids, lease, batch):
+        for id_ in ids:
+            message = self.messages[id_]
+            self.test.assertLess(message["attempts"], self.most)
+            message.update(status="processando", until=self.now + lease, batch=batch)
+            message["attempts"] += 1
+
+    def batch(self, due, limit):
+        """Of pairs whose second is a message, those that a claim may take together."""
+        if not due or limit <= 0:
             return []
         first = due[0][1]
-        due = [(id_, m) for id_, m in due if bool(m["lost"]) == bool(first["lost"])]
+        due = [pair for pair in due if bool(pair[1]["lost"]) == bool(first["lost"])]
         if first["lost"]:
-            last = first["attempts"] + 1 >= self.most
-            limit = min(limit, 1 if last else max(1, first["lost"] // 2))
+            limit = min(limit, 1 if self.is_last(first) else max(1, first["lost"] // 2))
             if limit > 1:
                 due = [
-                    (id_, m)
-                    for id_, m in due
-                    if m["lost"] // 2 >= limit and m["attempts"] + 1 < self.most
+                    (what, m)
+                    for what, m in due
+                    if m["lost"] // 2 >= limit and not self.is_last(m)
                 ]
-        return [id_ for id_, _ in due[:limit]]
+        return due[:limit]
+
+    def is_last(self, message):
+        return message["lost"] > 0 and message["attempts"] + 1 >= self.most
+
+    def claim_conversations(self, random):
+        """By conversation: what is due of those that are silent or have waited."""
+        limit, query, source = self.options(random)
+        quiet = query["agrupar"] = random.choice([None, 20, 60])
+        if not quiet:
+            query["serie"] = 1
+        free, busy = self.conversations(source)
+        if query["max"]:
+            limit = max(0, min(limit, query["max"] - busy))
+        waited = sorted(
+            (m["sent"], id_)
+            for id_, m, _, _ in free
+            if m["sent"] <= self.now - 6 * (quiet or 0)
+        )[: 2 * limit]
+        silent = sorted(
+            (newest, id_)
+            for id_, _, newest, _ in free
+            if newest <= self.now - (quiet or 0)
+        )[: 2 * limit]
+        ids = {id_ for _, id_ in waited + silent}
+        due = sorted((id_, m, due) for id_, m, _, due in free if id_ in ids)
+        expected = self.batch([(due, m) for _, m, due in due], limit)
+        alone = not quiet or (due and self.is_last(due[0][1]))
+        expected = [due[:1] if alone else due for due, _ in expected]
+        got = self.test.claim(self.asked(query))
+        got = [item["ids"] if quiet else [item["id"]] for item in got]
+        self.test.assertEqual(expected, got)
+        self.lease_all(itertools.chain(*got), query["reserva"], len(got))
+
+    def conversations(self, source):
+        """([(first id, first message, when its newest came, ids that are due)] of those
+        that may go out, how many are in work)."""
+        groups, free = {}, []
+        for id_, m in sorted(self.messages.items()):
+            if m["status"] in ("pendente", "processando"):
+                groups.setdefault(m["key"], []).append((id_, m))
+        busy = [
+            key
+            for key, group in groups.items()
+            if any(m["status"] == "processando" for _, m in group)
+        ]
+        for key, group in groups.items():
+            due = list(itertools.takewhile(lambda pair: self.is_due(pair[1]), group))
+            if due and key not in busy and source in (None, key[0]):
+                newest = max(m["sent"] for _, m in group if self.is_due(m))
+                free.append((*due[0], newest, [id_ for id_, _ in due]))
+        return free, len(busy)
 
     def verdict(self, verdict, id_, attempt, delay):
         """The status code and the change of one verdict, after the table."""
@@ -3044,7 +3109,7 @@ class Model:
         self.test.assertEqual(good, self.test.post(url, {"ids": ids})[1]["ids"])
 
     def wait(self, random):
-        self.test.clock.now += random.choice([1, 30, 60, 600])
+        self.test.clock.now += random.choice([1, 10, 30, 60, 600])
 
     def erase(self, random):
         id_ = random.randint(1, self.count + 1)
@@ -3115,6 +3180,11 @@ class ModelTest(QueueCase):
                 super().__init__()
                 test.store._run("DELETE FROM fila")
                 test.store._run("DELETE FROM sqlite_sequence")
+                if test.store._run(buffer.IS_GROUPED):
+                    test.store._run("DELETE FROM mudadas")
+                    test.store._run("DELETE FROM abertas")
+                    test.store._run("DELETE FROM conversas")
+                    test.store._run("UPDATE conversas_lidas SET id = 0")
                 self.model = Model(test)
 
             @stateful.rule(random=strategies.randoms())
@@ -5424,7 +5494,7 @@ end
                 taken.append(load_by_wrk(service.port, 64, script))
         sql = "SELECT count(DISTINCT group_key) FROM fila"
         with contextlib.closing(sqlite3.connect(grouped.db)) as db:
-            assert db.execute(sql).fetchone()[0] > 9000
+            assert db.execute(sql).fetchone()[0] > 2000
     yield "without a key", str(Load.median(loads[0]))
     yield "with GROUP_KEY", str(Load.median(loads[1]))
     share = 100 * statistics.median(g.rate / w.rate for w, g in zip(*loads))
