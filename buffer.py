@@ -1631,7 +1631,8 @@ def find_first(words, request):
 
 
 def identifier(text):
-    text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate
+    if not text.isascii():  # half a surrogate
+        text = text.encode("utf-8", "backslashreplace").decode()
     return text if 0 < len(text) <= 500 else None  # a longer one identifies nothing
 
 

@@ -4765,6 +4765,150 @@ class ContentionTest(Proof):
         self.assertEachOnce(port)
 
 
+class EveningTest(Proof):
+    """200 people chat with a bot of four workers, one of which keeps dying, while the
+    buffer is killed now and then. A second of theirs lasts as long as it must."""
+
+    PEOPLE, SECONDS, SILENCE, LEASE = 200, 400, 8, 60
+    WORKERS, KILLS = 4, 3
+
+    def setUp(self):
+        self.random = Random(7)
+        folder = pathlib.Path(self.enter(tempfile.TemporaryDirectory()))
+        self.clock = (folder / "clock").open("w+b", buffering=0)
+        self.addCleanup(self.clock.close)
+        self.service = special("with_a_clock", folder)
+        self.service.settings["GROUP_KEY"] = "$.de"
+        self.tick(0)
+        self.enter(self.service)
+        self.line = self.service.connect()
+        self.addCleanup(lambda: self.line.close())
+        self.bursts = {}  # (who, number): its messages, whether nothing came between
+        self.open = collections.defaultdict(set)  # who: burst and message not settled
+        self.leased = {}  # who: until when
+        self.given = collections.defaultdict(list)  # who: what was handed out
+        self.settled = collections.defaultdict(list)
+        self.disturbed = set()  # bursts
+        self.died = set()  # people whose worker died
+        self.restarts = 0
+
+    def tick(self, now):
+        self.now = now
+        os.pwrite(self.clock.fileno(), b"%012d" % (1_800_000_000 + now), 0)
+
+    def ask(self, path, body=None):
+        """An answer; None when the buffer was killed, which is back by then."""
+        try:
+            return json.loads(ask(self.line, path, body))
+        except (http.client.HTTPException, OSError):
+            self.line.close()
+            self.service.process.wait(30)
+            self.service.start()
+            self.line = self.service.connect()
+            self.restarts += 1
+            return None
+
+    def kill_soon(self):
+        """In the middle of something."""
+        kill, wait = self.service.process.kill, self.random.random() / 50
+        timer = threading.Timer(wait, kill)
+        timer.start()
+        self.addCleanup(timer.join)
+
+    def plan(self):
+        """{second: [(who, burst, message)]}; between bursts is more than the silence."""
+        plan = collections.defaultdict(list)
+        for who in range(self.PEOPLE):
+            at, burst = self.random.randrange(60), 0
+            while at < self.SECONDS:
+                size = self.random.randint(1, 10)
+                for number in range(size):
+                    plan[at + number].append((f"p{who}", burst, number))
+                self.bursts[f"p{who}", burst] = size
+                burst += 1
+                at += size + self.random.randint(2 * self.SILENCE, 120)
+        return plan
+
+    def say(self, who, burst, number):
+        if number == 0 and self.open[who]:
+            self.disturbed.add((who, burst))
+            self.disturbed.add((who, burst - 1))
+        self.open[who].add((burst, number))
+        body = json.dumps({"de": who, "burst": burst, "number": number})
+        while self.ask("/webhook", body) is None:
+            pass  # a sender tries again
+
+    def claim(self):
+        query = f"?agrupar={self.SILENCE}&limite=20&reserva={self.LEASE}"
+        return self.ask(f"/fila/pegar{query}") or []
+
+    def take(self, item):
+        """Checks what is handed out; [(burst, message)]."""
+        who, now = item["chave"], self.now
+        self.assertLessEqual(self.leased.get(who, 0), now, f"{who} is in two leases")
+        self.leased[who] = now + self.LEASE
+        said = [message["payload"] for message in item["mensagens"]]
+        self.assertEqual({who}, {value["de"] for value in said})
+        said = [(value["burst"], value["number"]) for value in said]
+        self.assertEqual(sorted(said), said, "not in the order of arrival")
+        self.given[who].append(said)
+        return said
+
+    def settle(self, items):
+        ids = [id_ for item in items for id_ in item["ids"]]
+        while self.ask("/fila/processado", json.dumps({"ids": ids})) is None:
+            pass
+        for item in items:
+            who = item["chave"]
+            del self.leased[who]
+            said = self.given[who][-1]
+            self.settled[who] += said
+            self.open[who].difference_update(said)
+
+    @long
+    def test_every_undisturbed_burst_is_one_item(self):
+        plan = self.plan()
+        kills = set(self.random.sample(range(30, self.SECONDS), self.KILLS))
+        busy = {}  # worker: (until when, items); those of a dead one are None
+        while self.now < self.SECONDS or any(self.open.values()):
+            self.assertLess(self.now, 3 * self.SECONDS, "it does not come to an end")
+            if self.now in kills:
+                self.kill_soon()
+            for words in plan[self.now]:
+                self.say(*words)
+            for worker in range(self.WORKERS):
+                until, items = busy.pop(worker, (self.now, []))
+                if until > self.now:
+                    busy[worker] = until, items
+                elif items:
+                    self.settle(items)
+                elif items is not None:
+                    items = self.claim()
+                    for item in items:
+                        self.take(item)
+                    dies = worker == 0 and self.random.random() < 0.1
+                    self.died.update(item["chave"] for item in items if dies)
+                    work = self.random.randint(1, 3)
+                    busy[worker] = self.now + work, None if dies else items
+            self.tick(self.now + 1)
+        self.check()
+
+    def check(self):
+        self.assertEqual(self.KILLS, self.restarts)
+        undisturbed = self.bursts.keys() - self.disturbed
+        self.assertGreater(len(undisturbed), len(self.bursts) / 2)
+        for (who, burst), size in self.bursts.items():
+            whole = [(burst, number) for number in range(size)]
+            settled = [said for said in self.settled[who] if said[0] == burst]
+            self.assertEqual(whole, sorted(set(settled)), "something is lost")
+            if (who, burst) in undisturbed:
+                holding = [said for said in self.given[who] if set(said) & set(whole)]
+                self.assertEqual(whole, sorted(set(holding[0])), (who, burst))
+                self.assertTrue(len(holding) == 1 or who in self.died, (who, burst))
+        for who, said in self.settled.items():
+            self.assertEqual(sorted(said), said, who)
+
+
 class BodySizeTest(Proof):
     LIMIT = 50_000
 
@@ -5076,6 +5220,19 @@ def purging():
                 super().tidy(bites)
 
     buffer.Housekeeper = Housekeeper
+    sys.exit(buffer.main([]))
+
+
+def with_a_clock():
+    """buffer.py, with a clock that stands in the file `clock`."""
+
+    class Clock:
+        file, step = os.open("clock", os.O_RDONLY), staticmethod(lambda: 0)
+
+        def __call__(self):
+            return int(os.pread(self.file, 12, 0))
+
+    buffer.SteadyClock = Clock
     sys.exit(buffer.main([]))
 
 
@@ -5580,7 +5737,12 @@ def chosen(suite, words):
 
 
 # Subprocesses of the tests and of the benchmark run this file with one of these words.
-ENTRIES = {"ceiling": ceiling, "purging": purging, "client": client}
+ENTRIES = {
+    "ceiling": ceiling,
+    "purging": purging,
+    "with_a_clock": with_a_clock,
+    "client": client,
+}
 
 
 def main():
