@@ -448,12 +448,12 @@ UPDATE fila INDEXED BY fila_queue
 )
 
 # Conversations. Senders only keep group_key: an index on it would cost a webhook 5 us, a
-# trigger 3. What else it takes is made when it is first asked for. `abertas` has the open
-# messages of each conversation, `conversas` what a claim needs to choose. Both are made
-# right by gather(), from the new messages behind `conversas_lidas` and from `mudadas`,
-# where triggers write down what became of the others, whoever changed them: pages of
-# conversations lie apart, so each is written once between two claims. A message without
-# a key has its id for one, a number. (CASE, since the Go program's SQLite may be old.)
+# trigger 3. All else is made when it is first asked for. `abertas` has the open messages
+# of each conversation, `conversas` what a claim needs to choose. gather() makes both
+# right, from the new messages, behind `conversas_lidas`, and from `mudadas`, where
+# triggers write down what became of the others, whoever changed them. (At once would be
+# dear: each message has its conversation on another page.) A message without a key has
+# its id for one, a number. CASE, since the Go program's SQLite may be too old for iif().
 STATE = """CASE WHEN {0}.status = 'processando' THEN 0
              WHEN {0}.status <> 'pendente' THEN NULL
              WHEN {0}.available_at IS NULL THEN 2
@@ -507,7 +507,8 @@ CREATE TRIGGER conversas_update
 BEGIN
 INSERT INTO mudadas
 VALUES (coalesce(new.source, ''), coalesce(new.group_key, new.id), {STATE.format("new")},
-        new.id, coalesce(new.created_at, ''), new.size, new.attempts, new.lost, {STATE.format("old")})
+        new.id, coalesce(new.created_at, ''), new.size, new.attempts, new.lost,
+        {STATE.format("old")})
     ON CONFLICT (id) DO UPDATE
    SET state = excluded.state, attempts = excluded.attempts, lost = excluded.lost;
 END""",
@@ -531,7 +532,7 @@ READ = (
     f"""
 INSERT OR IGNORE INTO mudadas
 SELECT coalesce(source, ''), coalesce(group_key, id), {STATE.format("fila")},
-       id, coalesce(created_at, ''), size, attempts, lost, NULL
+       id, coalesce(created_at, ''), size, attempts, lost, {STATE.format("fila")}
   FROM fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))""",
     "UPDATE conversas_lidas SET id = :last",
@@ -940,7 +941,11 @@ class Store:
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
-    TAKEN_IN = 20000  # new messages that one claim of conversations looks at
+    NEW, PATIENCE = (
+        2000,
+        0.1,
+    )  # messages that a claim of conversations sorts at once, and
+    # seconds that it spends on it; then it has nothing to give yet
     MANY = 1000  # messages in such a claim, as many as one verdict takes
 
     def __init__(
@@ -1149,8 +1154,10 @@ class Store:
         with self.transaction() as now:
             self.group()
             self._fall_due(now, source)
-            if self.gather(self.TAKEN_IN):
-                return []  # what it has not seen yet may belong to any of them
+            began = time.monotonic()
+            while self.gather(self.NEW):
+                if time.monotonic() - began > self.PATIENCE:
+                    return []  # what it has not seen yet may belong to any of them
             if in_work is not None:
                 [[busy]] = self._run(GROUPS_IN_WORK, limit=in_work)
                 limit = min(limit, in_work - busy)
@@ -2626,7 +2633,7 @@ class Housekeeper(threading.Thread):
 
     EVERY = 60  # seconds
     ROWS, PAGES, PAUSE = 100, 200, 0.02  # of a bite, and seconds after it
-    GATHERED = 2000  # messages, in such a bite
+    GATHERED = 500  # messages, in such a bite
 
     def __init__(self, settings, store):
         super().__init__(name="housekeeper", daemon=True)

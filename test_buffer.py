@@ -2531,10 +2531,8 @@ class ConversationOptionsTest(ConversationCase):
     def test_fonte_takes_only_that_source(self):
         for source in (None, "x", "y", "x"):
             self.store.webhook(b"{}", source=source, group_key="a")
-        [item] = (
-            self.clock.__init__(self.clock.now + 8),
-            self.claim("?agrupar=8&fonte=x"),
-        )[1]
+        self.clock.now += 8
+        [item] = self.claim("?agrupar=8&fonte=x")
         self.assertEqual(
             ("a", "x", [2, 4]), (item["chave"], item["fonte"], item["ids"])
         )
@@ -2751,10 +2749,14 @@ class ConversationsKeptTest(ConversationCase):
         self.assertEqual([], self.after(0))
 
     def test_until_all_is_seen_nothing_is_judged(self):
-        with mock.patch.object(buffer.Store, "TAKEN_IN", 2):
-            self.say("a", "a", "a")
-            self.assertEqual([], self.after(8))
-            self.assertEqual([("a", [1, 2, 3])], self.after(0))
+        self.say("a", "a", "b", "a")
+        self.store.NEW, self.store.PATIENCE = 2, 0
+        self.assertEqual(
+            [[], [], [("a", [1, 2, 4]), ("b", [3])]], [self.after(8) for _ in "123"]
+        )
+        self.store.PATIENCE = 60
+        self.say(*"ccccc")
+        self.assertEqual([("c", [5, 6, 7, 8, 9])], self.after(8))
 
     def test_the_timer_takes_in_what_is_new(self):
         self.say(*"abcab")
@@ -3259,6 +3261,39 @@ class LongPollTest(Loop):
         self.clock.now += 1
         self.server.each_second(0)
         self.assertEqual(2, self.items(waiting)[0]["tentativa"])
+
+    def test_a_conversation_that_falls_quiet(self):
+        self.store.webhook(b"{}", group_key="a")
+        waiting = self.wait("?espera=60&agrupar=8")
+        other = self.wait("?espera=60&agrupar=9")
+        for seconds, answer in ((7, None), (1, ["a"])):
+            self.clock.now += seconds
+            self.server.each_second(0)
+            items = self.items(waiting)
+            self.assertEqual(answer, items and [item["chave"] for item in items])
+        self.assertIsNone(self.items(other))
+
+    def test_for_silence_it_is_not_asked_at_each_message(self):
+        waiting = self.wait("?espera=60&agrupar=8")
+        with mock.patch.object(self.store, "pegar_conversas") as asked:
+            self.ask(http_post(b"{}"))
+            asked.assert_not_called()
+        self.clock.now += 8
+        self.server.each_second(0)
+        self.assertEqual(1, len(self.items(waiting)))
+        self.assertEqual(set(), self.server.rounds.by_time)
+
+    def test_with_serie_at_once_when_its_key_is_free(self):
+        for _ in range(2):
+            self.store.webhook(b"{}", group_key="a")
+        self.store.pegar(1, 600, 100)
+        waiting = self.wait("?espera=60&serie=1")
+        self.assertIsNone(self.items(waiting))
+        self.ask(http_post(b"", path="/fila/1/processado"))
+        self.assertEqual([2], [item["id"] for item in self.items(waiting)])
+        waiting = self.wait("?espera=60&serie=1")
+        self.ask(http_post(b"{}"))
+        self.assertEqual([3], [item["id"] for item in self.items(waiting)])
 
     def test_a_lease_that_ends_and_room_under_max(self):
         self.store.webhook(b"{}")
@@ -5624,7 +5659,7 @@ def converse(path):
             " created_at = iif(id % 2, created_at, datetime('now'))"
         )
     with contextlib.closing(buffer.Store(str(path), grouped=True)) as store:
-        while store.gather(store.TAKEN_IN):
+        while store.gather(20000):
             pass
 
 
