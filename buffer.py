@@ -13,7 +13,8 @@ Senders
                                   SECRET_<FONTE> is set, /webhook/<fonte> takes what is signed
 Consumers
     POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, or [];
-                                  with espera=20 it waits for one
+                                  with espera=20 it waits for one; with agrupar=8 each item
+                                  is a conversation, eight seconds after its last message
     POST /fila/{id}/processado    done
     POST /fila/{id}/erro          failed for good; a text body is kept as the reason
     POST /fila/{id}/devolver      failed for now: again later, em=SECONDS or by backoff

@@ -5128,14 +5128,16 @@ class PapersTest(unittest.TestCase):
                 asks = r"(\?[^`]*)?"  # its parameters
                 self.stands_in_readme(rf"\| `{method} {re.escape(path)}{asks}` \|")
 
-    def test_the_n8n_flow_can_be_pasted(self):
+    def test_the_n8n_flows_can_be_pasted(self):
         blocks = re.findall(r"```json\n(\{.*?\n\})\n```", self.readme, re.DOTALL)
-        [flow] = [f for f in map(json.loads, blocks) if "nodes" in f]
-        names = {node["name"] for node in flow["nodes"]}
-        for source, targets in flow["connections"].items():
-            self.assertIn(source, names)
-            for target in (t for lane in targets["main"] for t in lane):
-                self.assertIn(target["node"], names)
+        flows = [f for f in map(json.loads, blocks) if "nodes" in f]
+        self.assertEqual(2, len(flows))
+        for flow in flows:
+            names = {node["name"] for node in flow["nodes"]}
+            for source, targets in flow["connections"].items():
+                self.assertIn(source, names)
+                for target in (t for lane in targets["main"] for t in lane):
+                    self.assertIn(target["node"], names)
 
     def test_the_unit_is_clean_and_tight(self):
         if not shutil.which("systemd-analyze"):
@@ -5695,27 +5697,39 @@ end
 
 def conversations():
     """Claims of 50 conversations beside claims of as many plain messages."""
-    few, many, grouped = [], [], []
-    turns = (grouped, 50, "limite=50&agrupar=86400"), (few, 50, "limite=50")
-    turns += turns[0], (many, 500, "limite=500")  # what is not quiet is left for these
+    few, many, single, grouped = [], [], [], []
+    conversations = grouped, "limite=50&agrupar=86400", 50, 500
+    turns = (  # what is not quiet is left for the plain ones
+        *(conversations, (few, "limite=50", 50, 50)),
+        *(conversations, (many, "limite=500", 500, 500)),
+        *(conversations, (single, "limite=50&serie=1", 50, 50)),
+    )
     service = Service(GROUP_KEY="X-Key")
     fill(service.db, 1_000_000)
     converse(service.db)
     with service, contextlib.closing(service.connect()) as line:
-        for times, number, query in turns * (ROUNDS * CLAIMS // 2):
+        for times, query, number, messages in turns * (ROUNDS * CLAIMS // 2):
             seconds, text = timed(ask, line, f"/fila/pegar?{query}")
             times.append(seconds)
             found = json.loads(text)
-            assert len(found) == number, len(found)
             ids = [id_ for item in found for id_ in item.get("ids") or [item["id"]]]
-            assert len(ids) == number * (10 if times is grouped else 1), len(ids)
+            assert (len(found), len(ids)) == (number, messages), (len(found), len(ids))
             ask(line, "/fila/processado", json.dumps({"ids": ids}))
-    few, many, grouped = (1000 * statistics.median(x) for x in (few, many, grouped))
+    few, many, single, grouped = (
+        1000 * statistics.median(times) for times in (few, many, single, grouped)
+    )
     yield "50 messages", f"{few:6.2f} ms"
     yield "500 messages", f"{many:6.2f} ms"
+    yield "50 with serie=1", f"{single:6.2f} ms"
     yield "50 conversations", f"{grouped:6.2f} ms"
-    yield "to 50 messages", f"{grouped / few:6.2f}", "at most 3", grouped <= 3 * few
-    yield "to 500 messages", f"{grouped / many:6.2f}"
+    yield "serie=1 / 50 plain", f"{single / few:6.2f}", "at most 3", single <= 3 * few
+    yield "ten each / 500 plain", f"{grouped / many:6.2f}"
+    yield (
+        "ten each / 50 plain",
+        f"{grouped / few:6.2f}",
+        "at most 3",
+        grouped <= 3 * few,
+    )
 
 
 def ask(line, path, body=None):
