@@ -516,7 +516,6 @@ END""",
     f"""
 CREATE TRIGGER conversas_delete AFTER DELETE ON fila
   WHEN old.status IN ('pendente', 'processando')
-    OR EXISTS (SELECT 1 FROM mudadas WHERE id = old.id)
 BEGIN
 INSERT INTO mudadas (source, group_key, id, was)
 VALUES (coalesce(old.source, ''), coalesce(old.group_key, old.id), old.id,
@@ -2658,7 +2657,7 @@ class Housekeeper(threading.Thread):
             forget = functools.partial(self.store.forget, dedupe_days, self.ROWS)
             shrink = functools.partial(self.store.shrink, self.PAGES)
             gather = functools.partial(self.store.gather, self.GATHERED)
-            for bite in (self.store.lease_ended, gather, purge, forget, shrink):
+            for bite in (self.store.lease_ended, purge, forget, gather, shrink):
                 while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
                     bites -= 1
             self.store.checkpoint()

@@ -2596,6 +2596,11 @@ class ConversationsAndPoisonTest(ConversationCase):
         self.done(2)
         self.assertEqual([], self.after(600))
 
+    def test_a_claim_never_goes_past_them(self):
+        self.say("a", "b")
+        self.store._run("UPDATE fila SET attempts = 4 WHERE id = 1")
+        self.assertEqual([("b", [2])], self.after(8))
+
     def test_attempts_are_counted_by_message(self):
         self.say("a")
         for _ in range(3):
@@ -2617,6 +2622,8 @@ class GroupKeyTest(ConversationCase):
         self.assertEqual("a", self.key(b'{"de":"a"}', HTTP_X_DE="h"))
         self.assertEqual("h", self.key(b'{"de":""}', HTTP_X_DE="h"))
         self.assertEqual("h", self.key(b"no json", HTTP_X_DE="h"))
+        self.assertEqual("h", self.key(b'{"de":"a"} no json', HTTP_X_DE="h"))
+        self.assertEqual("a", self.key(b' {"de":"a"}\n', HTTP_X_DE="h"))
         self.assertEqual("5511", self.key(b'{"de":5511}'))
         self.assertIsNone(self.key(b'{"de":null}'))
         self.assertIsNone(self.key(b'{"de":{"a":1}}'))
@@ -2774,6 +2781,16 @@ class ConversationsKeptTest(ConversationCase):
         self.assertEqual(503, self.call("POST", "/fila/pegar?agrupar=8")[0])
         self.store._db = good
         self.assertEqual([(None, [1])], self.after(8))
+
+    def test_a_start_that_fails_neither(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        broken = (*buffer.GROUPS[:-1], "no SQL")
+        with mock.patch.object(buffer, "GROUPS", broken):
+            self.assertRaises(buffer.StartError, self.open)
+        self.open()
+        self.say("a")
+        self.assertEqual([("a", [1])], self.after(8))
 
     def test_a_clock_that_was_set_back_holds_nobody_up(self):
         self.say("a")
@@ -3272,6 +3289,11 @@ class LongPollTest(Loop):
             items = self.items(waiting)
             self.assertEqual(answer, items and [item["chave"] for item in items])
         self.assertIsNone(self.items(other))
+
+    def test_a_conversation_that_is_quiet_already(self):
+        self.store.webhook(b"{}", group_key="a")
+        self.clock.now += 8
+        self.assertEqual(1, len(self.items(self.wait("?espera=60&agrupar=8"))))
 
     def test_for_silence_it_is_not_asked_at_each_message(self):
         waiting = self.wait("?espera=60&agrupar=8")
@@ -5698,17 +5720,17 @@ end
 def conversations():
     """Claims of 50 conversations beside claims of as many plain messages."""
     few, many, single, grouped = [], [], [], []
-    conversations = grouped, "limite=50&agrupar=86400", 50, 500
-    turns = (  # what is not quiet is left for the plain ones
-        *(conversations, (few, "limite=50", 50, 50)),
-        *(conversations, (many, "limite=500", 500, 500)),
-        *(conversations, (single, "limite=50&serie=1", 50, 50)),
+    plain = few, "limite=50", 50, 50
+    ten_each = grouped, "limite=50&agrupar=86400", 50, 500
+    turns = (  # plain claims are left what is not silent
+        *(ten_each, plain, ten_each, (many, "limite=500", 500, 500)) * (ROUNDS * 2),
+        *(plain, (single, "limite=50&serie=1", 50, 50)) * (ROUNDS * 2),
     )
     service = Service(GROUP_KEY="X-Key")
     fill(service.db, 1_000_000)
     converse(service.db)
     with service, contextlib.closing(service.connect()) as line:
-        for times, query, number, messages in turns * (ROUNDS * CLAIMS // 2):
+        for times, query, number, messages in turns:
             seconds, text = timed(ask, line, f"/fila/pegar?{query}")
             times.append(seconds)
             found = json.loads(text)
