@@ -2024,7 +2024,9 @@ def payload_json(body):
 def joined(**parts):
     """A JSON object, in bytes, of JSON texts; keys without one are left out."""
     texts = [
-        b'"%b":%b' % (key.encode(), value if type(value) is bytes else value.encode())
+        f'"{key}":{value}'.encode()
+        if type(value) is str
+        else b'"%b":%b' % (key.encode(), value)  # large ones are not copied to and fro
         for key, value in parts.items()
         if value
     ]
