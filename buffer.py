@@ -365,7 +365,8 @@ OLD_COLUMNS = {"id", "payload", "status", "locked_at", "created_at"}
 NEW_COLUMNS = {
     "lease_until": "TEXT",  # processando: when the lease ends
     "attempts": "INTEGER NOT NULL DEFAULT 0",  # how often it was given out
-    # pendente: size of the claim it was lost in; processando: minus the size of its claim
+    # pendente: size of the claim it was lost in (in conversations, where it was one of
+    # those); processando: minus the size of its claim
     "lost": "INTEGER NOT NULL DEFAULT 0",
     "available_at": "TEXT",  # pendente: not before then; NULL is at once
     "settled_at": "TEXT",  # processado, erro: since when
@@ -904,7 +905,8 @@ def without_poison(rows, limit, most):
     When a consumer dies, nobody knows which message of its batch killed it. So one whose
     lease ran out comes back only among its like and in half as big a claim, the last
     time alone. The oldest due message decides whether it is such a claim. `lost` is the
-    size of the claim it was lost in, and not above 0 where it was not.
+    size of the claim it was lost in, and not above 0 where it was not. In a claim of
+    conversations each row is one, with what is known of its first message.
     """
     first = rows[0]
     if first["lost"] <= 0:
@@ -941,12 +943,8 @@ class Store:
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
-    NEW, PATIENCE = (
-        2000,
-        0.1,
-    )  # messages that a claim of conversations sorts at once, and
-    # seconds that it spends on it; then it has nothing to give yet
-    MANY = 1000  # messages in such a claim, as many as one verdict takes
+    MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
+    NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
 
     def __init__(
         self, path, clock=time.time, max_attempts=10, backoff=30, grouped=False
@@ -1166,9 +1164,7 @@ class Store:
                 return []
             last = rows[0]["lost"] > 0 and rows[0]["attempts"] + 1 >= self.most
             rows, limit = without_poison(rows, limit, self.most)
-            each = (
-                1 if single or last else self.MANY
-            )  # the last time a message is alone
+            each = 1 if single or last else self.MANY  # the last time it is alone
             chosen = self._whole(rows, limit, max_bytes, each)
             ids = [id_ for _, _, ids in chosen for id_ in ids]
             rows = self._lease(ids, lease, now, claim=len(chosen))
@@ -1219,7 +1215,8 @@ class Store:
     def _lease(self, ids, lease, now, claim):
         until = utc(math.ceil(self.clock() + lease))
         values = {"ids": json.dumps(ids), "now": now, "until": until, "claim": claim}
-        return sorted(self._run(PEGAR, **values), key=lambda row: row["id"])
+        rows = self._run(PEGAR, **values)
+        return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
 
     def group(self):
         """Makes the file ready for conversations."""
@@ -2323,9 +2320,7 @@ class App:
             "in_work": request.number("max", 0, 10**9, default=None),
             **self.grouping(request),
         }
-        # a new message makes no conversation quiet, so those who wait for one need not
-        # be asked at each; the time does
-        by_time = how.get("quiet", 0) > 0
+        by_time = how.get("quiet", 0) > 0  # no new message makes a conversation quiet
         wait_for = tuple(how.items())
         nothing = Reply.json(b"[]", wait=wait, wait_for=wait_for, by_time=by_time)
         if wait and when == "later":
