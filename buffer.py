@@ -13,7 +13,8 @@ Senders
                                   SECRET_<FONTE> is set, /webhook/<fonte> takes what is signed
 Consumers
     POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, or [];
-                                  with espera=20 it waits for one
+                                  with espera=20 it waits for one; with agrupar=8 each item
+                                  is a conversation, eight seconds after its last message
     POST /fila/{id}/processado    done
     POST /fila/{id}/erro          failed for good; a text body is kept as the reason
     POST /fila/{id}/devolver      failed for now: again later, em=SECONDS or by backoff
@@ -285,6 +286,17 @@ def header_value(text):
     return matched("([ -~\xa0-\xff]+)", text)[0]
 
 
+def key_words(text):
+    """ID words, separated by |, of which the first that is there counts; or - for none"""
+    words = [matched(f"({ID_WORD})", word.strip())[0] for word in text.split("|")]
+    return tuple(word for word in words if word != "-")
+
+
+def own_key_words(text):
+    """as GROUP_KEY"""
+    return key_words(text) if text else None
+
+
 def scheme(text):
     """a preset's name, or three words: HEADER TEMPLATE ID"""
     return text
@@ -360,6 +372,9 @@ class SourceSettings:
     forward: str = setting(
         None, target_url, "where to deliver what this source sends", "FORWARD_{}"
     )
+    group_key: tuple = setting(
+        "", own_key_words, "instead of GROUP_KEY", "GROUP_KEY_{}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,6 +423,9 @@ class Settings:
         "-", id_words, "where the event id of a plain webhook lives, for duplicates"
     )
     dedupe_days: float = setting("7", days, "days an event id is remembered")
+    group_key: tuple = setting(
+        "-", key_words, "where a message's conversation is, such as its phone number"
+    )
     rate_limit: int = setting(
         "0", count, "webhooks a second from one address, 0 for no limit"
     )
@@ -461,7 +479,7 @@ class Settings:
         sources = {}
         for name in sorted(environ):
             found = re.fullmatch(
-                "SECRET_(.+?)(?:_OLD)?|(?:SIGN|TOLERANCE|FORWARD)_(.+)", name
+                "SECRET_(.+?)(?:_OLD)?|(?:SIGN|TOLERANCE|FORWARD|GROUP_KEY)_(.+)", name
             )
             if not found or name in own or name.startswith("FORWARD_HEADER_"):
                 continue
@@ -601,13 +619,14 @@ OLD_COLUMNS = {"id", "payload", "status", "locked_at", "created_at"}
 NEW_COLUMNS = {
     "lease_until": "TEXT",  # processando: when the lease ends
     "attempts": "INTEGER NOT NULL DEFAULT 0",  # how often it was given out
-    # pendente: size of the claim it was lost in; processando: minus the size of its claim
+    # pendente: size of the claim it was lost in (in conversations, where it was one of
+    # those); processando: minus the size of its claim
     "lost": "INTEGER NOT NULL DEFAULT 0",
     "available_at": "TEXT",  # pendente: not before then; NULL is at once
     "settled_at": "TEXT",  # processado, erro: since when
     "source": "TEXT",
     "event_id": "TEXT",
-    "group_key": "TEXT",
+    "group_key": "TEXT",  # its conversation
     "size": "INTEGER",  # bytes of the payload
     "method": "TEXT",
     "path": "TEXT",  # what followed /webhook/
@@ -779,12 +798,203 @@ UPDATE fila INDEXED BY fila_queue
    AND attempts >= :most""",
 )
 
+# Conversations. Senders only keep group_key: an index on it would cost a webhook 5 us, a
+# trigger 3. All else is made when it is first asked for. `abertas` has the open messages
+# of each conversation, `conversas` what a claim needs to choose. gather() makes both
+# right, from the new messages, behind `conversas_lidas`, and from `mudadas`, where
+# triggers write down what became of the others, whoever changed them. (At once would be
+# dear: each message has its conversation on another page.) A message without a key has
+# its id for one, a number. CASE, since the Go program's SQLite may be too old for iif().
+STATE = """CASE WHEN {0}.status = 'processando' THEN 0
+             WHEN {0}.status <> 'pendente' THEN NULL
+             WHEN {0}.available_at IS NULL THEN 2
+             ELSE 1 END"""
+GROUPS = (
+    """
+CREATE TABLE abertas (
+    source     TEXT NOT NULL,
+    group_key  NOT NULL,
+    state      INTEGER NOT NULL,  -- 0 is leased, 1 delayed, 2 due
+    id         INTEGER NOT NULL,
+    created_at TEXT,
+    size       INTEGER,
+    attempts   INTEGER,
+    lost       INTEGER,
+    PRIMARY KEY (source, group_key, state, id)
+) WITHOUT ROWID""",
+    """
+CREATE TABLE mudadas (
+    source, group_key, state, id INTEGER PRIMARY KEY, created_at, size, attempts, lost,
+    was  -- its state in `abertas`
+)""",
+    """
+CREATE TABLE conversas (
+    source     TEXT NOT NULL,
+    group_key  NOT NULL,
+    in_work    INTEGER NOT NULL,
+    first      INTEGER,  -- its first message, if that is due; NULL while none may go out
+    oldest     TEXT,     -- when that arrived
+    attempts   INTEGER,
+    lost       INTEGER,
+    newest     TEXT,
+    PRIMARY KEY (source, group_key)
+) WITHOUT ROWID""",
+    "CREATE TABLE conversas_lidas (id INTEGER NOT NULL)",
+    "INSERT INTO conversas_lidas (id) VALUES (0)",
+    "CREATE INDEX conversas_in_work ON conversas(in_work) WHERE in_work = 1",
+    """
+CREATE INDEX conversas_newest ON conversas(newest, first) WHERE first IS NOT NULL""",
+    """
+CREATE INDEX conversas_oldest ON conversas(oldest, first) WHERE first IS NOT NULL""",
+    """
+CREATE INDEX conversas_newest_source ON conversas(source, newest, first)
+ WHERE first IS NOT NULL AND source <> ''""",
+    """
+CREATE INDEX conversas_oldest_source ON conversas(source, oldest, first)
+ WHERE first IS NOT NULL AND source <> ''""",
+    f"""
+CREATE TRIGGER conversas_update
+ AFTER UPDATE OF status, available_at, attempts, lost ON fila
+BEGIN
+INSERT INTO mudadas
+VALUES (coalesce(new.source, ''), coalesce(new.group_key, new.id), {STATE.format("new")},
+        new.id, coalesce(new.created_at, ''), new.size, new.attempts, new.lost,
+        {STATE.format("old")})
+    ON CONFLICT (id) DO UPDATE
+   SET state = excluded.state, attempts = excluded.attempts, lost = excluded.lost;
+END""",
+    f"""
+CREATE TRIGGER conversas_delete AFTER DELETE ON fila
+  WHEN old.status IN ('pendente', 'processando')
+BEGIN
+INSERT INTO mudadas (source, group_key, id, was)
+VALUES (coalesce(old.source, ''), coalesce(old.group_key, old.id), old.id,
+        {STATE.format("old")})
+    ON CONFLICT (id) DO UPDATE
+   SET state = NULL;
+END""",
+)
+
+IS_GROUPED = "SELECT 1 FROM sqlite_master WHERE name = 'conversas_delete'"
+
+LAST_READ = "SELECT id FROM conversas_lidas"
+READ = (
+    f"""
+INSERT OR IGNORE INTO mudadas
+SELECT coalesce(source, ''), coalesce(group_key, id), {STATE.format("fila")},
+       id, coalesce(created_at, ''), size, attempts, lost, {STATE.format("fila")}
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))""",
+    "UPDATE conversas_lidas SET id = :last",
+)
+
+# The first :limit that have changed, then what becomes of them and their conversations.
+LAST_CHANGED = """
+SELECT count(*), max(id)
+  FROM (SELECT id
+          FROM mudadas
+         ORDER BY id
+         LIMIT :limit)"""
+GATHER = (
+    """
+DELETE FROM abertas
+ WHERE (source, group_key, state, id) IN (SELECT source, group_key, was, id
+                                            FROM mudadas
+                                           WHERE id <= :last
+                                             AND was IS NOT NULL)""",
+    """
+INSERT OR REPLACE INTO abertas
+SELECT source, group_key, state, id, created_at, size, attempts, lost
+  FROM mudadas
+ WHERE id <= :last
+   AND state IS NOT NULL
+ ORDER BY source, group_key""",
+    """
+DELETE FROM conversas
+ WHERE (source, group_key) IN (SELECT source, group_key
+                                 FROM mudadas
+                                WHERE id <= :last)""",
+    """
+INSERT INTO conversas
+SELECT k.source, k.group_key,
+       EXISTS (SELECT 1
+                 FROM abertas
+                WHERE (source, group_key, state) = (k.source, k.group_key, 0)),
+       a.id, a.created_at, a.attempts, a.lost,
+       (SELECT created_at
+          FROM abertas
+         WHERE (source, group_key, state) = (k.source, k.group_key, 2)
+         ORDER BY id DESC
+         LIMIT 1)
+  FROM (SELECT DISTINCT source, group_key
+          FROM mudadas
+         WHERE id <= :last
+         ORDER BY source, group_key) AS k
+  LEFT JOIN abertas AS a
+    ON (a.source, a.group_key, a.state) = (k.source, k.group_key, 2)
+   AND a.id = (SELECT min(id)
+                 FROM abertas
+                WHERE (source, group_key, state) = (k.source, k.group_key, 2))
+   AND NOT EXISTS (SELECT 1
+                     FROM abertas
+                    WHERE (source, group_key, state) = (k.source, k.group_key, 0))
+   AND NOT EXISTS (SELECT 1
+                     FROM abertas
+                    WHERE (source, group_key, state) = (k.source, k.group_key, 1)
+                      AND id < a.id)
+ WHERE EXISTS (SELECT 1
+                 FROM abertas
+                WHERE (source, group_key) = (k.source, k.group_key))""",
+    "DELETE FROM mudadas WHERE id <= :last",
+)
+
+QUIET = """
+SELECT source, group_key, first, attempts, lost
+  FROM conversas INDEXED BY conversas_newest
+ WHERE first IS NOT NULL
+   AND newest <= :quiet
+ ORDER BY newest, first
+ LIMIT :limit"""
+
+# Whose newest is of a time to come: somebody has set the clock back.
+SET_BACK = QUIET.replace("newest <= :quiet", "newest > :soon")
+
+WAITED = """
+SELECT source, group_key, first, attempts, lost
+  FROM conversas INDEXED BY conversas_oldest
+ WHERE first IS NOT NULL
+   AND oldest <= :waited
+ ORDER BY oldest, first
+ LIMIT :limit"""
+
+GROUPS_IN_WORK = """
+SELECT count(*)
+  FROM (SELECT 1
+          FROM conversas INDEXED BY conversas_in_work
+         WHERE in_work = 1
+         LIMIT :limit)"""
+
+OF_GROUP = """
+SELECT id, size
+  FROM abertas
+ WHERE source = :source
+   AND group_key = :group_key
+   AND state = 2
+   AND attempts < :most
+   AND id < coalesce((SELECT min(id)
+                        FROM abertas
+                       WHERE source = :source
+                         AND group_key = :group_key
+                         AND state = 1), 9e18)
+ ORDER BY id
+ LIMIT :limit"""
+
 # CAST, because a str of a 32 MB body with one emoji in it would take 128 MB. Not by name,
 # because this is the one statement whose binding of parameters can be felt.
 WEBHOOK = """
-INSERT INTO fila (payload, created_at, size, source, event_id, method, path, query,
-                  headers)
-VALUES (CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO fila (payload, created_at, size, source, event_id, group_key, method, path,
+                  query, headers)
+VALUES (CAST(? AS TEXT), ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO NOTHING"""
 WEBHOOK_BYTES = WEBHOOK.replace("CAST(? AS TEXT)", "?")
 
@@ -852,8 +1062,8 @@ SELECT count(*)
          LIMIT :limit)"""
 
 # CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
-ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id, method,
-          path, query, headers"""
+ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id, group_key,
+          method, path, query, headers"""
 
 PEGAR = f"""
 UPDATE fila NOT INDEXED
@@ -861,7 +1071,7 @@ UPDATE fila NOT INDEXED
        locked_at = :now,
        lease_until = :until,
        attempts = attempts + 1,
-       lost = -json_array_length(:ids)
+       lost = -:claim
  WHERE id IN (SELECT value FROM json_each(:ids))
 RETURNING {ITEM}"""
 
@@ -990,6 +1200,15 @@ OF_SOURCE = {
         NEWEST[LIST_DELAYED],
     )
 }
+OF_SOURCE.update(
+    (
+        sql,
+        re.sub("(conversas_newest|conversas_oldest)", r"\1_source", sql).replace(
+            "WHERE", "WHERE source <> ''\n   AND source = :source\n   AND"
+        ),
+    )
+    for sql in (QUIET, WAITED, SET_BACK)
+)
 
 # It steps from source to source in the index: two look-ups for each that sends ids.
 EVENTO = """
@@ -1130,7 +1349,8 @@ def without_poison(rows, limit, most):
     When a consumer dies, nobody knows which message of its batch killed it. So one whose
     lease ran out comes back only among its like and in half as big a claim, the last
     time alone. The oldest due message decides whether it is such a claim. `lost` is the
-    size of the claim it was lost in, and not above 0 where it was not.
+    size of the claim it was lost in, and not above 0 where it was not. In a claim of
+    conversations each row is one, with what is known of its first message.
     """
     first = rows[0]
     if first["lost"] <= 0:
@@ -1175,9 +1395,14 @@ class Store:
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
     REASONS = 100  # that dead() tells apart
+    MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
+    NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
 
-    def __init__(self, path, clock=time.time, max_attempts=10, backoff=30):
-        """Opens or makes the file. StartError when it cannot be used."""
+    def __init__(
+        self, path, clock=time.time, max_attempts=10, backoff=30, grouped=False
+    ):
+        """Opens or makes the file, for conversations too where it is `grouped`.
+        StartError when it cannot be used."""
         if sqlite3.sqlite_version_info < (3, 35):
             found = sqlite3.sqlite_version
             raise StartError(
@@ -1200,6 +1425,8 @@ class Store:
             with self._alone():
                 self._db = self._connect()
                 self._prepare()
+                if grouped:
+                    self.group()
         except (sqlite3.Error, OSError) as error:
             raise StartError(f"DB_PATH={path!r} cannot be used: {error}") from error
 
@@ -1381,6 +1608,7 @@ class Store:
         is_text=True,
         source=None,
         event_id=None,
+        group_key=None,
         method=None,
         path=None,
         query=None,
@@ -1399,19 +1627,9 @@ class Store:
             if event_id and self._run(SEEN, source=source, event_id=event_id):
                 is_new = False
             else:
-                size, now = len(payload), self._now
-                found = (
-                    payload,
-                    now,
-                    size,
-                    source,
-                    event_id,
-                    method,
-                    path,
-                    query,
-                    headers,
-                )
-                is_new = self._db.execute(sql, found).rowcount > 0
+                values = payload, self._now, len(payload), source, event_id, group_key
+                values += method, path, query, headers
+                is_new = self._db.execute(sql, values).rowcount > 0
             self._log.append(("recebidas" if is_new else "duplicadas", source or ""))
             return is_new
 
@@ -1424,10 +1642,7 @@ class Store:
         than that so many are leased in all.
         """
         with self.transaction() as now:
-            self.lease_ended()
-            delayed = self._run_of(DELAYS_OVER, source, now=now, limit=self.BITE[0])
-            if delayed:
-                self._run(DELAY_ENDED, ids=json.dumps(fitting(delayed, *self.BITE)))
+            self._fall_due(now, source)
             if in_work is not None:
                 [[busy]] = self._run(IN_WORK, now=now, limit=in_work)
                 limit = min(limit, in_work - busy)
@@ -1439,10 +1654,120 @@ class Store:
             if limit <= 0 or not rows:
                 return []
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
-            until = utc(math.ceil(self.clock() + lease))
-            rows = self._run(PEGAR, ids=json.dumps(ids), now=now, until=until)
-            self._log += [("entregues", "")] * len(rows)
+            return self._lease(ids, lease, now, claim=len(ids))
+
+    def pegar_conversas(
+        self,
+        limit,
+        lease,
+        max_bytes,
+        quiet=0,
+        longest=0,
+        source=None,
+        in_work=None,
+        single=False,
+    ):
+        """Leases the messages of up to `limit` conversations, the longest waiting first.
+
+        Of those that are `quiet` seconds old or whose first has waited the `longest`;
+        never of one of which a message is leased, nor what stands behind one that is
+        delayed. Returns (source, key, rows) of each, or with `single` of each the first
+        message. The first conversation is cut where it passes `max_bytes` or MANY, the
+        others stay for the next claim then. For the rest see pegar().
+        """
+        with self.transaction() as now:
+            self.group()
+            self._fall_due(now, source)
+            began = time.monotonic()
+            while self.gather(self.NEW):
+                if time.monotonic() - began > self.PATIENCE:
+                    return []  # what it has not seen yet may belong to any of them
+            if in_work is not None:
+                [[busy]] = self._run(GROUPS_IN_WORK, limit=in_work)
+                limit = min(limit, in_work - busy)
+            rows = self._candidates(2 * limit, quiet, longest, source)
+            if limit <= 0 or not rows:
+                return []
+            last = rows[0]["lost"] > 0 and rows[0]["attempts"] + 1 >= self.most
+            rows, limit = without_poison(rows, limit, self.most)
+            each = 1 if single or last else self.MANY  # the last time it is alone
+            chosen = self._whole(rows, limit, max_bytes, each)
+            ids = [id_ for _, _, ids in chosen for id_ in ids]
+            rows = self._lease(ids, lease, now, claim=len(chosen))
+            rows = {row["id"]: row for row in rows}
+        return [(source, key, [rows[n] for n in ids]) for source, key, ids in chosen]
+
+    def _candidates(self, limit, quiet, longest, source):
+        """Up to so many conversations that may go out, the longest waiting first."""
+        now = self.clock()
+        times = {"waited": utc(now - longest), "quiet": utc(now - quiet)}
+        times["soon"] = utc(now + 60)
+        found = {}
+        for sql in (WAITED, QUIET, SET_BACK):
+            for row in self._run_of(sql, source, limit=limit, **times):
+                found[row["source"], row["group_key"]] = row
+        return sorted(found.values(), key=lambda row: row["first"])
+
+    def _whole(self, conversations, limit, max_bytes, each):
+        """(source, key, ids) of conversations that fit; of each up to so many messages.
+
+        The first is cut when it does not fit. The others are passed over, and one of
+        them is the first of a claim to come.
+        """
+        chosen, room = [], self.MANY
+        for found in conversations:
+            source, key = found["source"], found["group_key"]
+            rows = self._run(
+                OF_GROUP, source=source, group_key=key, limit=each, most=self.most
+            )
+            sizes = list(itertools.accumulate(row["size"] or 0 for row in rows))
+            fit = sum(size <= max_bytes for size in sizes[:room])
+            if not chosen:
+                fit = max(fit, min(len(rows), 1))
+            if fit and (fit == len(rows) or not chosen):
+                key = key if isinstance(key, str) else None
+                chosen.append((source or None, key, [row["id"] for row in rows[:fit]]))
+                room, max_bytes = room - fit, max_bytes - sizes[fit - 1]
+            if len(chosen) == limit or room <= 0 or max_bytes <= 0:
+                break
+        return chosen
+
+    def _fall_due(self, now, source):
+        """Ends leases and delays that are over."""
+        self.lease_ended()
+        delayed = self._run_of(DELAYS_OVER, source, now=now, limit=self.BITE[0])
+        if delayed:
+            self._run(DELAY_ENDED, ids=json.dumps(fitting(delayed, *self.BITE)))
+
+    def _lease(self, ids, lease, now, claim):
+        until = utc(math.ceil(self.clock() + lease))
+        values = {"ids": json.dumps(ids), "now": now, "until": until, "claim": claim}
+        rows = self._run(PEGAR, **values)
+        self._log += [("entregues", "")] * len(rows)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
+
+    def group(self):
+        """Makes the file ready for conversations."""
+        if not self._run(IS_GROUPED):
+            with self.transaction():
+                for statement in GROUPS:
+                    self._run(statement)
+
+    def gather(self, limit):
+        """Sorts up to `limit` messages that are new or have changed into their
+        conversations; whether there may be more."""
+        if not self._run(IS_GROUPED):
+            return False
+        with self.transaction():
+            [[last]] = self._run(LAST_READ)
+            new = self.list(("pendente", "processando"), after=last, limit=limit)
+            if new:
+                self._run(READ[0], ids=json.dumps([row["id"] for row in new]))
+                self._run(READ[1], last=new[-1]["id"])
+            [[count, last]] = self._run(LAST_CHANGED, limit=limit)
+            for statement in GATHER if count else ():
+                self._run(statement, last=last)
+            return limit in (len(new), count)
 
     def lease_ended(self):
         """Ends leases that ran out, the oldest first: back to the queue, or to erro when
@@ -1813,6 +2138,7 @@ class Source:
         """`settings` is a SourceSettings; StartError when it makes no sense."""
         self.name = name.lower().replace("_", "-")
         self.public_url, self.tolerance = public_url, settings.tolerance
+        self.group_key = settings.group_key
         self.secrets = [settings.secret, settings.secret_old or settings.secret]
         self.preset = settings.sign or (
             self.name if self.name in PRESETS else "generic"
@@ -1983,8 +2309,21 @@ def find_id(words, request):
     found = [find_word(word, request) for word in words]
     if len(found) > 1:  # else ("a,b", "c") and ("a", "b,c") were one
         found = [part and re.sub(r"([\\,])", r"\\\1", part) for part in found]
-    text = ",".join(found) if all(found) else ""
-    text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate
+    return identifier(",".join(found) if all(found) else "")
+
+
+def find_first(words, request):
+    """What the first of the ID words leads to that is there; or None."""
+    for word in words:
+        found = identifier(find_word(word, request) or "")
+        if found:
+            return found
+    return None
+
+
+def identifier(text):
+    if not text.isascii():  # half a surrogate
+        text = text.encode("utf-8", "backslashreplace").decode()
     return text if 0 < len(text) <= 500 else None  # a longer one identifies nothing
 
 
@@ -2010,13 +2349,17 @@ class Reply:
     """A finished answer; `body` is bytes.
 
     With `wait` it is what to answer when nothing better comes in so many seconds, and
-    requests with the same `wait_for` wait for the same.
+    requests with the same `wait_for` wait for the same. What comes `by_time` is not
+    there sooner when something changes.
     """
 
-    __slots__ = ("body", "code", "headers", "status", "wait", "wait_for")
+    __slots__ = ("body", "by_time", "code", "headers", "status", "wait", "wait_for")
 
-    def __init__(self, code, body, kind, headers=(), wait=0, wait_for=None):
+    def __init__(
+        self, code, body, kind, headers=(), wait=0, wait_for=None, by_time=False
+    ):
         self.code, self.body, self.wait, self.wait_for = code, body, wait, wait_for
+        self.by_time = by_time
         self.status = f"{code} {http.HTTPStatus(code).phrase}"
         length = str(len(body))
         self.headers = (("Content-Type", kind), ("Content-Length", length), *headers)
@@ -2171,6 +2514,8 @@ def kept_names(keys):
 class Request:
     """What handlers need of a WSGI environ (PEP 3333: text there is latin-1)."""
 
+    _json = ...  # not read yet
+
     def __init__(self, environ):
         self.environ = environ
         self.method = environ["REQUEST_METHOD"]
@@ -2282,11 +2627,13 @@ class Request:
                 self.content = b"".join(inflated(self.raw, wbits))
                 break
 
-    @functools.cached_property
+    @property
     def json(self):
-        """The value of a JSON body, or None."""
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(self.content)
+        """The value of a JSON body, or None. (A cached_property takes a lock in Python
+        3.11, which is longer than the rest.)"""
+        if self._json is ...:
+            self._json = read_json(self.content)
+        return self._json
 
     def kept_headers(self):
         """The sender's headers as a JSON object, names in lower case as in n8n."""
@@ -2312,6 +2659,22 @@ class Request:
         if self.source and not self.source.templates:
             query = {k: v for k, v in query.items() if f"?{k}" != self.source.header}
         return flat(query)
+
+
+def read_json(body):
+    """The value of a JSON text, or None."""
+    try:
+        text = body.decode()
+        value, end = scan_json(text, 0)  # twice as fast as loads()
+        if end == len(text):
+            return value
+    except (ValueError, StopIteration, RecursionError):
+        pass  # blanks around it, UTF-16, no JSON
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(body)
+
+
+scan_json = json.JSONDecoder().scan_once
 
 
 def flat(query):
@@ -2342,6 +2705,9 @@ def inflated(raw, wbits):
 
 def refuse_constant(name):
     raise ValueError(name)
+
+
+from_json = json.JSONDecoder(parse_constant=refuse_constant).decode  # as to_json
 
 
 def is_utf8(body):
@@ -2382,7 +2748,7 @@ def payload_json(body):
         return b'"%s"' % base64.b64encode(body), True
     try:
         if depth(body) <= MAX_DEPTH:
-            json.loads(body.decode(), parse_constant=refuse_constant)
+            from_json(body.decode())
             return body, False
     except ValueError:
         pass
@@ -2391,14 +2757,18 @@ def payload_json(body):
 
 def joined(**parts):
     """A JSON object, in bytes, of JSON texts; keys without one are left out."""
-    texts = {
-        k: v if isinstance(v, bytes) else v.encode() for k, v in parts.items() if v
-    }
-    return b"{%s}" % b",".join(b'"%s":%s' % (k.encode(), v) for k, v in texts.items())
+    texts = [
+        f'"{key}":{value}'.encode()
+        if type(value) is str
+        else b'"%b":%b' % (key.encode(), value)  # large ones are not copied to and fro
+        for key, value in parts.items()
+        if value
+    ]
+    return b"{%b}" % b",".join(texts)
 
 
 def quoted(value):
-    return json.dumps(value) if value else None
+    return quote_json(value) if value else None
 
 
 def moment(text):
@@ -2419,6 +2789,7 @@ def item_json(row, **more):
         metodo=quoted(row["method"]),
         caminho=quoted(row["path"]),
         evento=quoted(row["event_id"]),
+        chave=quoted(row["group_key"]),
         headers=row["headers"],
         query=row["query"],
     )
@@ -2439,6 +2810,17 @@ def item_n8n(row):
         params="{}",
         query=row["query"] or "{}",
         body=body,
+    )
+
+
+def conversation_json(source, key, rows, shown):
+    """A conversation with its messages, each `shown` as an item."""
+    ids = ",".join([str(row["id"]) for row in rows])
+    return joined(
+        chave=quoted(key) or "null",
+        fonte=quoted(source),
+        ids=f"[{ids}]",
+        mensagens=b"[%s]" % b",".join(map(shown, rows)),
     )
 
 
@@ -2652,11 +3034,15 @@ class App:
         if request.suffix:
             path = f"{path}/{request.suffix.strip('/')}".strip("/")
         words = (source.id_word,) if source else settings.dedupe
+        keys = settings.group_key
+        if source and source.group_key is not None:
+            keys = source.group_key
         is_new = self.store.webhook(
             request.content,
             is_utf8(request.content),
             source=source and source.name,
             event_id=None if "-" in words else find_id(words, request),
+            group_key=find_first(keys, request) if keys else None,
             method=request.method,
             path=path or None,
             query=request.kept_query(),
@@ -2688,24 +3074,58 @@ class App:
         environ["buffer.wait"] is "later" when it comes and "now" when there is news."""
         when = request.environ.get("buffer.wait")
         wait = request.number("espera", 1, 10**9, default=0) if when else 0
-        source, settings = request.source_name(), self.settings
-        in_work = request.number("max", 0, 10**9, default=None)
-        wait, wait_for = min(wait, self.LONGEST_WAIT), (source, in_work)
-        nothing = Reply.json(b"[]", wait=wait, wait_for=wait_for)
+        wait, settings = min(wait, self.LONGEST_WAIT), self.settings
+        how = {
+            "source": request.source_name(),
+            "in_work": request.number("max", 0, 10**9, default=None),
+            **self.grouping(request),
+        }
+        by_time = how.get("quiet", 0) > 0  # no new message makes a conversation quiet
+        wait_for = tuple(how.items())
+        nothing = Reply.json(b"[]", wait=wait, wait_for=wait_for, by_time=by_time)
         if wait and when == "later":
             return nothing
         shown = item_n8n if request.word("formato") == "n8n" else item_json
         with self.store.transaction():  # a batch that cannot be shown is not given out
-            rows = self.store.pegar(
+            grouped = "quiet" in how
+            rows = (self.store.pegar_conversas if grouped else self.store.pegar)(
                 request.number("limite", 1, 500, default=50),
                 request.number("reserva", 1, 604800, default=settings.lease),
                 settings.max_batch_bytes,
-                source=source,
-                in_work=in_work,
+                **how,
             )
             if not rows:
                 return nothing
-            return Reply.json(b"[%s]" % b",".join(map(shown, rows)))
+            if by_time:
+                parts = [conversation_json(*found, shown) for found in rows]
+            elif grouped:
+                parts = [shown(row) for *_, [row] in rows]
+            else:
+                parts = map(shown, rows)
+            return Reply.json(b"[%s]" % b",".join(parts))
+
+    def grouping(self, request):
+        """What `agrupar` and `serie` mean to the store; {} for plain messages.
+
+        Refusal 400 for what they cannot mean, since who asks for conversations must not
+        be given messages.
+        """
+        serial = request.word("serie")
+        if serial not in (None, "0", "1"):
+            raise Refusal(400, "serie deve ser 0 ou 1")
+        given = {}
+        for name in ("agrupar", "ate"):
+            given[name] = request.number(name, 1, 604800, default=None)
+            if given[name] is None and request.word(name) is not None:
+                raise Refusal(
+                    400, f"{name} deve ser um número de segundos, de 1 a 604800"
+                )
+        quiet, longest = given["agrupar"], given["ate"]
+        if quiet:
+            return {"quiet": quiet, "longest": longest or 6 * quiet}
+        if longest:
+            raise Refusal(400, "ate só vale com agrupar")
+        return {"quiet": 0, "single": True} if serial == "1" else {}
 
     def processado(self, request):
         return self.settle(request, "processado", self.store.processado)
@@ -3819,6 +4239,7 @@ class Housekeeper(threading.Thread):
 
     EVERY = 60  # seconds
     ROWS, PAGES, PAUSE = 100, 200, 0.02  # of a bite, and seconds after it
+    GATHERED = 500  # messages, in such a bite
 
     def __init__(self, settings, store):
         super().__init__(name="housekeeper", daemon=True)
@@ -3841,7 +4262,8 @@ class Housekeeper(threading.Thread):
             purge = functools.partial(self.store.purge, days, self.ROWS)
             forget = functools.partial(self.store.forget, dedupe_days, self.ROWS)
             shrink = functools.partial(self.store.shrink, self.PAGES)
-            for bite in (self.store.lease_ended, purge, forget, shrink):
+            gather = functools.partial(self.store.gather, self.GATHERED)
+            for bite in (self.store.lease_ended, purge, forget, gather, shrink):
                 while bites > 0 and bite() and not self.stopped.wait(self.PAUSE):
                     bites -= 1
             self.store.write_refusals()
@@ -4061,7 +4483,6 @@ failed = erro
 flowing = fluindo
 probing = sondando
 stopped = parado
-blocked = bloqueado
 Replay = Reenviar
 Mark as done = Marcar como processada
 Mark as failed = Marcar como erro
@@ -4566,6 +4987,7 @@ class Rounds:
         self.room = room  # for so many parked requests
         self.waiting = []  # channels with a request to answer in this round
         self.parked = {}  # what they wait for: deque of channels
+        self.by_time = set()  # those of them that no change brings
         self.until = math.inf  # when the first of them has waited long enough
         self.closing = False  # the server stops, and connections end with their answer
         self._numbers = itertools.count()
@@ -4645,8 +5067,11 @@ class Rounds:
         if look:
             gone = [channel for channel in self.everybody() if channel.hung_up()]
             woken += map(self.dismiss, gone)
-        elif self.app.store.changes() == self._changes:  # nothing new for the others
-            kinds = {channel.wait_for for channel in fresh}
+        else:
+            if self.app.store.changes() == self._changes:  # nothing new for the others
+                kinds.clear()
+            kinds -= self.by_time
+            kinds.update(channel.wait_for for channel in fresh)
         while kinds.intersection(self.parked):
             kinds.intersection_update(self.parked)
             kind = min(kinds, key=lambda kind: self.parked[kind][0].number)
@@ -4677,6 +5102,8 @@ class Rounds:
         channel.until = time.monotonic() + channel.reply.wait
         self.until = min(self.until, channel.until)
         self.parked.setdefault(channel.wait_for, collections.deque()).append(channel)
+        if channel.reply.by_time:
+            self.by_time.add(channel.wait_for)
         self.room -= 1
 
     def leave(self, channel):
@@ -4685,6 +5112,7 @@ class Rounds:
             queue.remove(channel)
             if not queue:
                 del self.parked[channel.wait_for]
+                self.by_time.discard(channel.wait_for)
             channel.wait_for = None
             self.room += 1
 
@@ -4909,7 +5337,14 @@ def notify(state):
 
 
 def open_store(settings, clock):
-    return Store(settings.db_path, clock, settings.max_attempts, settings.backoff)
+    keys = [settings.group_key, *(source.group_key for _, source in settings.sources)]
+    return Store(
+        settings.db_path,
+        clock,
+        settings.max_attempts,
+        settings.backoff,
+        grouped=any(keys),
+    )
 
 
 def open_delivery(settings, store):

@@ -2504,6 +2504,474 @@ class ClaimOptionsTest(QueueCase):
         self.assertEqual("pendente", self.row(1)["status"])
 
 
+class ConversationCase(QueueCase):
+    settings = (("GROUP_KEY", "$.de|X-De"), ("MAX_ATTEMPTS", "4"))
+
+    def say(self, *people):
+        """A message of each, in this order; None is nobody."""
+        for who in people:
+            self.send(json.dumps({"de": who}).encode())
+
+    def after(self, seconds, query="?agrupar=8"):
+        """[(key, ids)] of what is handed out so many seconds later."""
+        self.clock.now += seconds
+        return [(item["chave"], item["ids"]) for item in self.claim(query)]
+
+    def singles(self, query="?serie=1"):
+        return [item["id"] for item in self.claim(query)]
+
+    def done(self, *ids):
+        self.assertEqual(200, self.post("/fila/processado", {"ids": ids})[0])
+
+
+class ConversationsTest(ConversationCase):
+    """With `agrupar`: one item per conversation, after a silence."""
+
+    def test_a_burst_is_one_item_once_its_newest_is_old_enough(self):
+        for who in "abaa":
+            self.say(who)
+            self.clock.now += 1
+        self.assertEqual([("b", [2])], self.after(5))
+        self.assertEqual([], self.after(1))
+        self.assertEqual([("a", [1, 3, 4])], self.after(1))
+
+    def test_an_item_has_key_ids_and_messages(self):
+        self.say("a", "a", None)
+        self.clock.now += 8
+        a, nobody = self.claim("?agrupar=8")
+        self.assertEqual(["chave", "ids", "mensagens"], list(a))
+        self.assertEqual([1, 2], [message["id"] for message in a["mensagens"]])
+        self.assertEqual(
+            ({"de": "a"}, 1, "a"),
+            tuple(a["mensagens"][0][key] for key in ("payload", "tentativa", "chave")),
+        )
+        self.assertEqual((None, [3]), (nobody["chave"], nobody["ids"]))
+
+    def test_a_message_without_key_is_a_conversation_of_its_own(self):
+        self.say(None, "3", None, None)
+        expected = [(None, [1]), ("3", [2]), (None, [3]), (None, [4])]
+        self.assertEqual(expected, self.after(8))
+
+    def test_who_never_stops_is_answered_after_ate(self):
+        for _ in range(6):
+            self.say("a")
+            self.assertEqual([], self.after(7))
+        self.say("a")
+        self.assertEqual([("a", [1, 2, 3, 4, 5, 6, 7])], self.after(6))  # 6 times 8
+        self.say("b")
+        self.assertEqual([], self.after(4, "?agrupar=8&ate=5"))
+        self.assertEqual([("b", [8])], self.after(1, "?agrupar=8&ate=5"))
+
+    def test_what_arrives_meanwhile_waits_and_the_silence_counts_again(self):
+        self.say("a")
+        self.after(8)
+        self.say("a")
+        self.assertEqual([], self.after(20))
+        self.say("a")
+        self.done(1)
+        self.assertEqual([], self.after(7))
+        self.assertEqual([("a", [2, 3])], self.after(1))
+
+    def test_it_waits_for_all_of_what_is_in_work(self):
+        self.say("a", "a")
+        self.after(8)
+        self.say("a")
+        self.done(1)
+        self.assertEqual([], self.after(8))
+        self.assertEqual(200, self.settle(2, "erro"))
+        self.assertEqual([("a", [3])], self.after(0))
+
+    def test_a_plain_claim_counts_as_work(self):
+        self.say("a", "a")
+        self.assertEqual(1, self.claim("?limite=1")[0]["id"])
+        self.assertEqual([], self.after(8))
+        self.done(1)
+        self.assertEqual([("a", [2])], self.after(0))
+
+    def test_nothing_overtakes_a_message_that_is_to_come_again(self):
+        self.say("a", "a", "b")
+        self.after(8)
+        self.settle(1, "devolver?em=30")
+        self.done(2)
+        self.say("a")
+        self.assertEqual([], self.after(29))
+        self.assertEqual([("a", [1, 4])], self.after(1))
+
+    def test_what_stands_before_it_does_not_wait_for_it(self):
+        self.say("a", "a", "a")
+        self.after(8)
+        self.done(1)
+        self.settle(2, "devolver?em=30")
+        self.done(3)
+        self.say("a")
+        self.assertEqual(200, self.settle(1, "reenviar"))
+        self.assertEqual([("a", [1])], self.after(8))
+        self.done(1)
+        self.assertEqual([("a", [2, 4])], self.after(30))
+
+    def test_when_a_lease_ends_it_comes_again_with_what_came_since(self):
+        self.say("a")
+        self.after(8, "?agrupar=8&reserva=60")
+        self.say("a")
+        self.assertEqual([], self.after(59))
+        self.assertEqual([("a", [1, 2])], self.after(1))
+
+    def test_the_longest_waiting_are_first_and_none_starves(self):
+        self.say("a")
+        self.clock.now += 30
+        self.say("b", "c")
+        self.clock.now += 10
+        self.say("a")
+        self.assertEqual([("b", [2])], self.after(7, "?agrupar=8&limite=1"))
+        expected = [("a", [1, 4]), ("c", [3])]  # a is over its 48 seconds
+        self.assertEqual(expected, self.after(1, "?agrupar=8&limite=2"))
+
+    def test_plain_claims_go_on_as_before(self):
+        self.say("a", None, "a")
+        self.assertEqual([1, 2, 3], [item["id"] for item in self.claim()])
+
+    def test_a_slip_does_not_hand_out_messages(self):
+        self.say("a")
+        for query in (
+            *("agrupar=0", "agrupar=-1", "agrupar=x", "agrupar=", "agrupar=604801"),
+            *("agrupar=8&ate=0", "agrupar=8&ate=", "ate=8", "serie=2", "serie="),
+        ):
+            status, text = self.call("POST", f"/fila/pegar?{query}")
+            self.assertEqual((400, 1), (status, text.count("\n")), query)
+        self.assertEqual(1, len(self.claim("?serie=0")))
+
+
+class SerialTest(ConversationCase):
+    """With serie=1: single messages, never two of a key at once."""
+
+    def test_of_each_key_the_oldest(self):
+        self.say("a", "a", "b", None, None)
+        self.assertEqual([1, 3, 4, 5], self.singles())
+        self.assertEqual([], self.singles())
+        self.done(1, 4)
+        self.assertEqual([2], self.singles())
+
+    def test_nothing_overtakes_a_message_that_is_to_come_again(self):
+        self.say("a", "a")
+        self.singles()
+        self.settle(1, "devolver?em=30")
+        self.assertEqual([], self.singles())
+        self.clock.now += 30
+        self.assertEqual([1], self.singles())
+        self.settle(1, "erro")
+        self.assertEqual([2], self.singles())
+
+    def test_it_keeps_to_conversations_in_work_and_they_to_it(self):
+        self.say("a", "a", "b")
+        self.assertEqual([("a", [1, 2])], self.after(8, "?agrupar=8&limite=1"))
+        self.assertEqual([3], self.singles())
+        self.say("a", "b")
+        self.assertEqual([], self.after(8))
+
+
+class ConversationOptionsTest(ConversationCase):
+    def test_limite_and_max_count_conversations(self):
+        self.say(*"aabbccd")
+        self.clock.now += 8
+        self.assertEqual(2, len(self.claim("?agrupar=8&limite=2")))
+        self.assertEqual([("c", [5, 6])], self.after(0, "?agrupar=8&max=3"))
+        self.assertEqual([], self.after(0, "?agrupar=8&max=3"))
+        self.assertEqual([], self.singles("?serie=1&max=3"))
+        self.done(1, 2)
+        self.assertEqual([7], self.singles("?serie=1&max=3"))
+
+    def test_fonte_takes_only_that_source(self):
+        for source in (None, "x", "y", "x"):
+            self.store.webhook(b"{}", source=source, group_key="a")
+        self.clock.now += 8
+        [item] = self.claim("?agrupar=8&fonte=x")
+        self.assertEqual(
+            ("a", "x", [2, 4]), (item["chave"], item["fonte"], item["ids"])
+        )
+        self.assertEqual([3], self.singles("?serie=1&fonte=Y"))
+        self.assertEqual(
+            [("a", [1])], self.after(0)
+        )  # of two sources: two conversations
+
+    def test_reserva_and_formato(self):
+        self.say("a")
+        self.clock.now += 8
+        [item] = self.claim("?agrupar=8&reserva=30&formato=n8n")
+        self.assertEqual({"de": "a"}, item["mensagens"][0]["body"])
+        self.assertEqual(1, len(self.after(30)))
+
+    def test_bytes_cut_the_first_and_pass_over_others(self):
+        self.open(MAX_BATCH_BYTES="100")
+        for who, size in (*[("a", 60)] * 3, ("b", 30), ("b", 30), ("c", 30)):
+            self.store.webhook(b"x" * size, group_key=who)
+        self.assertEqual([("a", [1]), ("c", [6])], self.after(8))
+        self.assertEqual([("b", [4, 5])], self.after(0))
+        self.done(1)
+        self.assertEqual([("a", [2])], self.after(0))
+
+    def test_a_message_larger_than_all_comes_alone(self):
+        self.open(MAX_BATCH_BYTES="100")
+        for size in (10, 200, 10):
+            self.store.webhook(b"x" * size, group_key="a")
+        for id_ in (1, 2, 3):
+            self.assertEqual([("a", [id_])], self.after(8))
+            self.done(id_)
+
+    def test_an_answer_has_no_more_messages_than_a_verdict_takes(self):
+        with mock.patch.object(buffer.Store, "MANY", 3):
+            self.say(*"aaaabbcc")
+            self.assertEqual([("a", [1, 2, 3])], self.after(8))
+            self.assertEqual([("b", [5, 6])], self.after(0))
+            self.done(1, 2, 3)
+            self.assertEqual([("a", [4]), ("c", [7, 8])], self.after(0))
+
+
+class ConversationsAndPoisonTest(ConversationCase):
+    """A consumer dies of one message; nobody knows of which conversation."""
+
+    def test_suspects_come_in_half_as_big_a_claim_among_their_like(self):
+        self.say(*"aabbccdd")
+        self.assertEqual(4, len(self.after(8)))
+        self.say("e")
+        self.assertEqual([("a", [1, 2]), ("b", [3, 4])], self.after(600))
+        self.assertEqual([("c", [5, 6]), ("d", [7, 8])], self.after(0))
+        self.assertEqual([("e", [9])], self.after(0))
+        self.assertEqual([("a", [1, 2])], self.after(600))
+
+    def test_the_last_time_a_message_is_alone_and_its_end_frees_the_key(self):
+        self.say("a", "a")
+        for _ in range(3):
+            self.assertEqual([("a", [1, 2])], self.after(600))
+        self.assertEqual([("a", [1])], self.after(600))
+        self.assertEqual([("a", [2])], self.after(600))
+        self.assertEqual(["erro", "processando"], [r["status"] for r in self.rows()])
+        self.done(2)
+        self.assertEqual([], self.after(600))
+
+    def test_a_claim_never_goes_past_them(self):
+        self.say("a", "b")
+        self.store._run("UPDATE fila SET attempts = 4 WHERE id = 1")
+        self.assertEqual([("b", [2])], self.after(8))
+
+    def test_attempts_are_counted_by_message(self):
+        self.say("a")
+        for _ in range(3):
+            self.after(8)
+            self.settle(1, "devolver?em=0")
+        self.say("a")
+        self.assertEqual([("a", [1, 2])], self.after(8))
+        self.post("/fila/devolver?em=0", {"ids": [1, 2]})
+        self.assertEqual(["erro", "pendente"], [r["status"] for r in self.rows()])
+        self.assertEqual([("a", [2])], self.after(0))
+
+
+class GroupKeyTest(ConversationCase):
+    def key(self, body=b"{}", url="/webhook", **environ):
+        self.send(body, url, **environ)
+        return self.rows()[-1]["group_key"]
+
+    def test_the_first_word_that_is_there_counts(self):
+        self.assertEqual("a", self.key(b'{"de":"a"}', HTTP_X_DE="h"))
+        self.assertEqual("h", self.key(b'{"de":""}', HTTP_X_DE="h"))
+        self.assertEqual("h", self.key(b"no json", HTTP_X_DE="h"))
+        self.assertEqual("h", self.key(b'{"de":"a"} no json', HTTP_X_DE="h"))
+        self.assertEqual("a", self.key(b' {"de":"a"}\n', HTTP_X_DE="h"))
+        self.assertEqual("5511", self.key(b'{"de":5511}'))
+        self.assertIsNone(self.key(b'{"de":null}'))
+        self.assertIsNone(self.key(b'{"de":{"a":1}}'))
+
+    def test_what_no_column_takes_or_no_key_is(self):
+        self.assertEqual("a\\ud800", self.key(b'{"de":"a\\ud800"}'))
+        self.assertEqual("x" * 500, self.key(b'{"de":"%b"}' % (b"x" * 500)))
+        self.assertIsNone(self.key(b'{"de":"%b"}' % (b"x" * 501)))
+
+    def test_a_source_may_have_its_own(self):
+        for own, key in (("$.tel", "t"), ("", "d"), ("-", None)):
+            self.open(SECRET_SHOP="s", GROUP_KEY_SHOP=own, SIGN_SHOP="X-T - -")
+            body, header = b'{"de":"d","tel":"t"}', {"HTTP_X_T": "s"}
+            self.assertEqual(key, self.key(body, "/webhook/shop", **header), own)
+        self.assertEqual("d", self.key(b'{"de":"d","tel":"t"}'))
+
+    def test_a_wrong_word_ends_the_start(self):
+        for name, text in (
+            ("GROUP_KEY", "$."),
+            ("GROUP_KEY", "a|"),
+            ("GROUP_KEY_X", "a b"),
+        ):
+            with self.assertRaisesRegex(buffer.StartError, f"{name}=.*it takes"):
+                self.open(SECRET_X="s", **{name: text})
+        with self.assertRaisesRegex(buffer.StartError, "not SECRET_Y"):
+            self.open(GROUP_KEY_Y="a")
+
+
+class ConversationsKeptTest(ConversationCase):
+    """Whatever changes a message, and whoever: its conversation knows."""
+
+    def sqlite(self, sql):
+        """What another program does to the file."""
+        with contextlib.closing(sqlite3.connect(self.configured.db_path)) as db, db:
+            db.executescript(sql)
+
+    def test_a_file_without_conversations_has_nothing_of_them(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open(GROUP_KEY="")
+        self.send()
+        self.claim()
+        buffer.Housekeeper(self.configured, self.store).tidy()
+        names = [row["name"] for row in self.rows("SELECT name FROM sqlite_master")]
+        self.assertFalse(
+            [name for name in names if re.search("conv|abert|^mudadas", name)]
+        )
+
+    def test_the_first_claim_finds_what_was_there_before(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open(GROUP_KEY="")
+        for key in "aabbcd":
+            self.store.webhook(b"{}", group_key=key)
+        self.claim("?limite=1")
+        self.settle(3, "erro")
+        self.post("/fila/pegar?limite=1")  # 2 of a
+        self.settle(2, "devolver?em=60")
+        self.done(5)
+        self.assertEqual([("b", [4]), ("d", [6])], self.after(8))
+        self.done(1)
+        self.assertEqual([("a", [2])], self.after(60))
+
+    def test_a_restart_changes_nothing(self):
+        self.say("a", "b")
+        self.assertEqual([("a", [1])], self.after(8, "?agrupar=8&limite=1"))
+        self.say("a")
+        self.settle(1, "devolver?em=30")
+        self.store.close()
+        self.open()
+        self.assertEqual([("b", [2])], self.after(8))
+        self.assertEqual([("a", [1, 3])], self.after(30))
+
+    def test_the_old_programs_messages_and_changes(self):
+        self.say("a", "a")
+        self.after(8)
+        self.sqlite("INSERT INTO fila (payload, created_at) VALUES ('x', NULL)")
+        self.sqlite("UPDATE fila SET status='pendente', locked_at=NULL WHERE id < 3")
+        self.assertEqual([("a", [1, 2]), (None, [3])], self.after(0))
+        self.sqlite(
+            "UPDATE fila SET status='processado' WHERE id < 3; DELETE FROM fila"
+        )
+        self.say("a")
+        self.assertEqual([("a", [4])], self.after(8))
+
+    def test_another_process_hands_out_by_the_same_rule(self):
+        other = buffer.open_store(self.configured, self.clock)
+        self.addCleanup(other.close)
+        self.say("a", "a", "b")
+        self.clock.now += 8
+        [(source, key, rows)] = other.pegar_conversas(1, 60, 1000, quiet=8, longest=48)
+        self.assertEqual(
+            (None, "a", [1, 2]), (source, key, [row["id"] for row in rows])
+        )
+        self.assertEqual([("b", [3])], self.after(0))
+        other.processado([1])
+        self.assertEqual([], self.after(0))
+        other.erro([2])
+        self.say("a")
+        self.assertEqual([("a", [4])], self.after(8))
+
+    def test_erased_messages_hold_nobody_up(self):
+        self.say("a", "a", "b", "b", "b")
+        self.after(8, "?agrupar=8&limite=1")
+        for id_ in (1, 2, 3):
+            self.done(2)
+            self.assertEqual(204, self.call("DELETE", f"/fila/{id_}")[0])
+        self.say("a")
+        self.assertEqual([("b", [4, 5]), ("a", [6])], self.after(8))
+
+    def test_what_is_purged_leaves_nothing_behind(self):
+        self.say("a", "b")
+        self.after(8)
+        self.done(1, 2)
+        self.clock.now += 8 * 86400
+        buffer.Housekeeper(self.configured, self.store).tidy()
+        for table in ("fila", "abertas", "conversas", "mudadas"):
+            self.assertEqual([], self.rows(f"SELECT * FROM {table}"), table)
+
+    def test_a_replay_comes_at_once_but_not_beside_another(self):
+        self.say("a", "a")
+        self.after(8)
+        self.done(1, 2)
+        self.say("a")
+        self.post("/fila/reenviar", {"ids": [1]})
+        self.assertEqual([], self.after(7))  # a has just written again
+        self.assertEqual([("a", [1, 3])], self.after(1))
+        self.post("/fila/reenviar", {"ids": [2]})
+        self.assertEqual([], self.after(0))
+
+    def test_until_all_is_seen_nothing_is_judged(self):
+        self.say("a", "a", "b", "a")
+        self.store.NEW, self.store.PATIENCE = 2, 0
+        self.assertEqual(
+            [[], [], [("a", [1, 2, 4]), ("b", [3])]], [self.after(8) for _ in "123"]
+        )
+        self.store.PATIENCE = 60
+        self.say(*"ccccc")
+        self.assertEqual([("c", [5, 6, 7, 8, 9])], self.after(8))
+
+    def test_the_timer_takes_in_what_is_new(self):
+        self.say(*"abcab")
+        with mock.patch.object(buffer.Housekeeper, "GATHERED", 2):
+            buffer.Housekeeper(self.configured, self.store).tidy()
+        self.assertEqual(5, len(self.rows("SELECT * FROM abertas")))
+        self.assertEqual([], self.rows("SELECT * FROM mudadas"))
+
+    def test_a_claim_that_fails_leaves_no_half_made_tables(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        self.open(GROUP_KEY="")
+        self.send()
+        good, self.store._db = self.store._db, Faulty(self.store._db, "SELECT source")
+        self.assertEqual(503, self.call("POST", "/fila/pegar?agrupar=8")[0])
+        self.store._db = good
+        self.assertEqual([(None, [1])], self.after(8))
+
+    def test_a_start_that_fails_neither(self):
+        self.store.close()
+        (self.folder / "b.sqlite").unlink()
+        broken = (*buffer.GROUPS[:-1], "no SQL")
+        with mock.patch.object(buffer, "GROUPS", broken):
+            self.assertRaises(buffer.StartError, self.open)
+        self.open()
+        self.say("a")
+        self.assertEqual([("a", [1])], self.after(8))
+
+    def test_a_clock_that_was_set_back_holds_nobody_up(self):
+        self.say("a")
+        self.clock.now -= 3600
+        self.assertEqual([("a", [1])], self.after(0))
+
+    def test_every_query_uses_its_index(self):
+        one = "PRIMARY KEY (source=? AND group_key=?"
+        row = "fila USING INTEGER PRIMARY KEY (rowid=?)"
+        for sql, index in (
+            (buffer.READ[0], row),
+            *((sql, "PRIMARY KEY (") for sql in buffer.GATHER),
+            (buffer.QUIET, "conversas_newest (newest<?)"),
+            (buffer.SET_BACK, "conversas_newest (newest>?)"),
+            (buffer.WAITED, "conversas_oldest (oldest<?)"),
+            (buffer.OF_SOURCE[buffer.QUIET], "_newest_source (source=? AND newest<?)"),
+            (buffer.OF_SOURCE[buffer.WAITED], "_oldest_source (source=? AND oldest<?)"),
+            (buffer.GROUPS_IN_WORK, "COVERING INDEX conversas_in_work"),
+            (buffer.OF_GROUP, f"abertas USING {one} AND state=? AND id<?)"),
+        ):
+            named = dict.fromkeys(re.findall(r":([a-z]\w*)", sql), 1)
+            named.update({"ids": "[1]"} if "ids" in named else {})
+            plan = self.store._run(f"EXPLAIN QUERY PLAN {sql}", **named)
+            text = "\n".join(row["detail"] for row in plan)
+            self.assertIn(index, text, sql)
+            self.assertNotRegex(
+                text, r"(?m)SCAN (fila|abertas|conversas|mudadas)\b", sql
+            )
+
+
 class ListTest(QueueCase):
     def setUp(self):
         super().setUp()
@@ -2724,6 +3192,8 @@ class Model:
             self.send,
             self.claim,
             self.claim,
+            self.claim_conversations,
+            self.claim_conversations,
             self.settle,
             self.settle_many,
             self.settle,
@@ -2736,8 +3206,8 @@ class Model:
 
     def send(self, random):
         for _ in range(random.randint(1, 3)):
-            source = random.choice([None, "a"])
-            self.test.store.webhook(b"{}", source=source)
+            source, key = random.choice([None, "a"]), random.choice([None, "k", "l"])
+            self.test.store.webhook(b"{}", source=source, group_key=key)
             self.count += 1
             self.messages[self.count] = {
                 "status": "pendente",
@@ -2746,6 +3216,8 @@ class Model:
                 "due": 0,
                 "until": 0,
                 "source": source,
+                "key": (source, key or self.count),
+                "sent": self.now,
             }
 
     def leases_end(self):
@@ -2756,46 +3228,107 @@ class Model:
                 message.update(lost=message["batch"], due=0)
 
     def claim(self, random):
-        limit, lease = random.randint(1, 6), random.choice([60, 600])
-        source, most = random.choice([None, None, "a"]), random.choice([None, 3])
-        query = f"?limite={limit}&reserva={lease}"
-        query += f"&fonte={source}" if source else ""
-        query += f"&max={most}" if most else ""
-        self.leases_end()
-        busy = sum(m["status"] == "processando" for m in self.messages.values())
-        if most:
-            limit = min(limit, most - busy)
-        expected = self.batch(max(limit, 0), source)
-        got = [item["id"] for item in self.test.claim(query)]
-        self.test.assertEqual(expected, got)
-        for id_ in got:
-            message = self.messages[id_]
-            self.test.assertLess(message["attempts"], self.most)
-            message.update(status="processando", until=self.now + lease, batch=len(got))
-            message["attempts"] += 1
-
-    def batch(self, limit, source):
+        limit, query, source = self.options(random)
         due = [
             (id_, m)
             for id_, m in sorted(self.messages.items())
-            if m["status"] == "pendente"
-            and m["due"] <= self.now
-            and source in (None, m["source"])
-        ][: 2 * limit]
-        if not due or not limit:
+            if self.is_due(m) and source in (None, m["source"])
+        ]
+        if query["max"]:
+            busy = sum(m["status"] == "processando" for m in self.messages.values())
+            limit = min(limit, query["max"] - busy)
+        expected = [id_ for id_, _ in self.batch(due[: 2 * limit], limit)]
+        got = [item["id"] for item in self.test.claim(self.asked(query))]
+        self.test.assertEqual(expected, got)
+        self.lease_all(got, query["reserva"], len(got))
+
+    def options(self, random):
+        """(limit, query, source) of a claim, before which leases end."""
+        limit, lease = random.randint(1, 6), random.choice([60, 600])
+        source, most = random.choice([None, None, "a"]), random.choice([None, 3])
+        query = {"limite": limit, "reserva": lease, "fonte": source, "max": most}
+        self.leases_end()
+        return limit, query, source
+
+    def asked(self, query):
+        return "?" + "&".join(f"{k}={v}" for k, v in query.items() if v is not None)
+
+    def is_due(self, message):
+        return message["status"] == "pendente" and message["due"] <= self.now
+
+    def lease_all(self, ids, lease, batch):
+        for id_ in ids:
+            message = self.messages[id_]
+            self.test.assertLess(message["attempts"], self.most)
+            message.update(status="processando", until=self.now + lease, batch=batch)
+            message["attempts"] += 1
+
+    def batch(self, due, limit):
+        """Of pairs whose second is a message, those that a claim may take together."""
+        if not due or limit <= 0:
             return []
         first = due[0][1]
-        due = [(id_, m) for id_, m in due if bool(m["lost"]) == bool(first["lost"])]
+        due = [pair for pair in due if bool(pair[1]["lost"]) == bool(first["lost"])]
         if first["lost"]:
-            last = first["attempts"] + 1 >= self.most
-            limit = min(limit, 1 if last else max(1, first["lost"] // 2))
+            limit = min(limit, 1 if self.is_last(first) else max(1, first["lost"] // 2))
             if limit > 1:
                 due = [
-                    (id_, m)
-                    for id_, m in due
-                    if m["lost"] // 2 >= limit and m["attempts"] + 1 < self.most
+                    (what, m)
+                    for what, m in due
+                    if m["lost"] // 2 >= limit and not self.is_last(m)
                 ]
-        return [id_ for id_, _ in due[:limit]]
+        return due[:limit]
+
+    def is_last(self, message):
+        return message["lost"] > 0 and message["attempts"] + 1 >= self.most
+
+    def claim_conversations(self, random):
+        """By conversation: what is due of those that are silent or have waited."""
+        limit, query, source = self.options(random)
+        quiet = query["agrupar"] = random.choice([None, 20, 60])
+        if not quiet:
+            query["serie"] = 1
+        free, busy = self.conversations(source)
+        if query["max"]:
+            limit = max(0, min(limit, query["max"] - busy))
+        waited = sorted(
+            (m["sent"], id_)
+            for id_, m, _, _ in free
+            if m["sent"] <= self.now - 6 * (quiet or 0)
+        )[: 2 * limit]
+        silent = sorted(
+            (newest, id_)
+            for id_, _, newest, _ in free
+            if newest <= self.now - (quiet or 0)
+        )[: 2 * limit]
+        ids = {id_ for _, id_ in waited + silent}
+        due = sorted((id_, m, due) for id_, m, _, due in free if id_ in ids)
+        expected = self.batch([(due, m) for _, m, due in due], limit)
+        alone = not quiet or (due and self.is_last(due[0][1]))
+        expected = [due[:1] if alone else due for due, _ in expected]
+        got = self.test.claim(self.asked(query))
+        got = [item["ids"] if quiet else [item["id"]] for item in got]
+        self.test.assertEqual(expected, got)
+        self.lease_all(itertools.chain(*got), query["reserva"], len(got))
+
+    def conversations(self, source):
+        """([(first id, first message, when its newest came, ids that are due)] of those
+        that may go out, how many are in work)."""
+        groups, free = {}, []
+        for id_, m in sorted(self.messages.items()):
+            if m["status"] in ("pendente", "processando"):
+                groups.setdefault(m["key"], []).append((id_, m))
+        busy = [
+            key
+            for key, group in groups.items()
+            if any(m["status"] == "processando" for _, m in group)
+        ]
+        for key, group in groups.items():
+            due = list(itertools.takewhile(lambda pair: self.is_due(pair[1]), group))
+            if due and key not in busy and source in (None, key[0]):
+                newest = max(m["sent"] for _, m in group if self.is_due(m))
+                free.append((*due[0], newest, [id_ for id_, _ in due]))
+        return free, len(busy)
 
     def verdict(self, verdict, id_, attempt, delay):
         """The status code and the change of one verdict, after the table."""
@@ -2847,7 +3380,7 @@ class Model:
         self.test.assertEqual(good, self.test.post(url, {"ids": ids})[1]["ids"])
 
     def wait(self, random):
-        self.test.clock.now += random.choice([1, 30, 60, 600])
+        self.test.clock.now += random.choice([1, 10, 30, 60, 600])
 
     def erase(self, random):
         id_ = random.randint(1, self.count + 1)
@@ -2922,6 +3455,11 @@ class ModelTest(QueueCase):
                 super().__init__()
                 test.store._run("DELETE FROM fila")
                 test.store._run("DELETE FROM sqlite_sequence")
+                if test.store._run(buffer.IS_GROUPED):
+                    test.store._run("DELETE FROM mudadas")
+                    test.store._run("DELETE FROM abertas")
+                    test.store._run("DELETE FROM conversas")
+                    test.store._run("UPDATE conversas_lidas SET id = 0")
                 self.model = Model(test)
 
             @stateful.rule(random=strategies.randoms())
@@ -2996,6 +3534,44 @@ class LongPollTest(Loop):
         self.clock.now += 1
         self.server.each_second(0)
         self.assertEqual(2, self.items(waiting)[0]["tentativa"])
+
+    def test_a_conversation_that_falls_quiet(self):
+        self.store.webhook(b"{}", group_key="a")
+        waiting = self.wait("?espera=60&agrupar=8")
+        other = self.wait("?espera=60&agrupar=9")
+        for seconds, answer in ((7, None), (1, ["a"])):
+            self.clock.now += seconds
+            self.server.each_second(0)
+            items = self.items(waiting)
+            self.assertEqual(answer, items and [item["chave"] for item in items])
+        self.assertIsNone(self.items(other))
+
+    def test_a_conversation_that_is_quiet_already(self):
+        self.store.webhook(b"{}", group_key="a")
+        self.clock.now += 8
+        self.assertEqual(1, len(self.items(self.wait("?espera=60&agrupar=8"))))
+
+    def test_for_silence_it_is_not_asked_at_each_message(self):
+        waiting = self.wait("?espera=60&agrupar=8")
+        with mock.patch.object(self.store, "pegar_conversas") as asked:
+            self.ask(http_post(b"{}"))
+            asked.assert_not_called()
+        self.clock.now += 8
+        self.server.each_second(0)
+        self.assertEqual(1, len(self.items(waiting)))
+        self.assertEqual(set(), self.server.rounds.by_time)
+
+    def test_with_serie_at_once_when_its_key_is_free(self):
+        for _ in range(2):
+            self.store.webhook(b"{}", group_key="a")
+        self.store.pegar(1, 600, 100)
+        waiting = self.wait("?espera=60&serie=1")
+        self.assertIsNone(self.items(waiting))
+        self.ask(http_post(b"", path="/fila/1/processado"))
+        self.assertEqual([2], [item["id"] for item in self.items(waiting)])
+        waiting = self.wait("?espera=60&serie=1")
+        self.ask(http_post(b"{}"))
+        self.assertEqual([3], [item["id"] for item in self.items(waiting)])
 
     def test_a_lease_that_ends_and_room_under_max(self):
         self.store.webhook(b"{}")
@@ -7311,6 +7887,150 @@ class ContentionTest(Proof):
         self.assertEachOnce(port)
 
 
+class EveningTest(Proof):
+    """200 people chat with a bot of four workers, one of which keeps dying, while the
+    buffer is killed now and then. A second of theirs lasts as long as it must."""
+
+    PEOPLE, SECONDS, SILENCE, LEASE = 200, 400, 8, 60
+    WORKERS, KILLS = 4, 3
+
+    def setUp(self):
+        self.random = Random(7)
+        folder = pathlib.Path(self.enter(tempfile.TemporaryDirectory()))
+        self.clock = (folder / "clock").open("w+b", buffering=0)
+        self.addCleanup(self.clock.close)
+        self.service = special("with_a_clock", folder)
+        self.service.settings["GROUP_KEY"] = "$.de"
+        self.tick(0)
+        self.enter(self.service)
+        self.line = self.service.connect()
+        self.addCleanup(lambda: self.line.close())
+        self.bursts = {}  # (who, number): its messages, whether nothing came between
+        self.open = collections.defaultdict(set)  # who: burst and message not settled
+        self.leased = {}  # who: until when
+        self.given = collections.defaultdict(list)  # who: what was handed out
+        self.settled = collections.defaultdict(list)
+        self.disturbed = set()  # bursts
+        self.died = set()  # people whose worker died
+        self.restarts = 0
+
+    def tick(self, now):
+        self.now = now
+        os.pwrite(self.clock.fileno(), b"%012d" % (1_800_000_000 + now), 0)
+
+    def ask(self, path, body=None):
+        """An answer; None when the buffer was killed, which is back by then."""
+        try:
+            return json.loads(ask(self.line, path, body))
+        except (http.client.HTTPException, OSError):
+            self.line.close()
+            self.service.process.wait(30)
+            self.service.start()
+            self.line = self.service.connect()
+            self.restarts += 1
+            return None
+
+    def kill_soon(self):
+        """In the middle of something."""
+        kill, wait = self.service.process.kill, self.random.random() / 50
+        timer = threading.Timer(wait, kill)
+        timer.start()
+        self.addCleanup(timer.join)
+
+    def plan(self):
+        """{second: [(who, burst, message)]}; between bursts is more than the silence."""
+        plan = collections.defaultdict(list)
+        for who in range(self.PEOPLE):
+            at, burst = self.random.randrange(60), 0
+            while at < self.SECONDS:
+                size = self.random.randint(1, 10)
+                for number in range(size):
+                    plan[at + number].append((f"p{who}", burst, number))
+                self.bursts[f"p{who}", burst] = size
+                burst += 1
+                at += size + self.random.randint(2 * self.SILENCE, 120)
+        return plan
+
+    def say(self, who, burst, number):
+        if number == 0 and self.open[who]:
+            self.disturbed.add((who, burst))
+            self.disturbed.add((who, burst - 1))
+        self.open[who].add((burst, number))
+        body = json.dumps({"de": who, "burst": burst, "number": number})
+        while self.ask("/webhook", body) is None:
+            pass  # a sender tries again
+
+    def claim(self):
+        query = f"?agrupar={self.SILENCE}&limite=20&reserva={self.LEASE}"
+        return self.ask(f"/fila/pegar{query}") or []
+
+    def take(self, item):
+        """Checks what is handed out; [(burst, message)]."""
+        who, now = item["chave"], self.now
+        self.assertLessEqual(self.leased.get(who, 0), now, f"{who} is in two leases")
+        self.leased[who] = now + self.LEASE
+        said = [message["payload"] for message in item["mensagens"]]
+        self.assertEqual({who}, {value["de"] for value in said})
+        said = [(value["burst"], value["number"]) for value in said]
+        self.assertEqual(sorted(said), said, "not in the order of arrival")
+        self.given[who].append(said)
+        return said
+
+    def settle(self, items):
+        ids = [id_ for item in items for id_ in item["ids"]]
+        while self.ask("/fila/processado", json.dumps({"ids": ids})) is None:
+            pass
+        for item in items:
+            who = item["chave"]
+            del self.leased[who]
+            said = self.given[who][-1]
+            self.settled[who] += said
+            self.open[who].difference_update(said)
+
+    @long
+    def test_every_undisturbed_burst_is_one_item(self):
+        plan = self.plan()
+        kills = set(self.random.sample(range(30, self.SECONDS), self.KILLS))
+        busy = {}  # worker: (until when, items); those of a dead one are None
+        while self.now < self.SECONDS or any(self.open.values()):
+            self.assertLess(self.now, 3 * self.SECONDS, "it does not come to an end")
+            if self.now in kills:
+                self.kill_soon()
+            for words in plan[self.now]:
+                self.say(*words)
+            for worker in range(self.WORKERS):
+                until, items = busy.pop(worker, (self.now, []))
+                if until > self.now:
+                    busy[worker] = until, items
+                elif items:
+                    self.settle(items)
+                elif items is not None:
+                    items = self.claim()
+                    for item in items:
+                        self.take(item)
+                    dies = worker == 0 and self.random.random() < 0.1
+                    self.died.update(item["chave"] for item in items if dies)
+                    work = self.random.randint(1, 3)
+                    busy[worker] = self.now + work, None if dies else items
+            self.tick(self.now + 1)
+        self.check()
+
+    def check(self):
+        self.assertEqual(self.KILLS, self.restarts)
+        undisturbed = self.bursts.keys() - self.disturbed
+        self.assertGreater(len(undisturbed), len(self.bursts) / 2)
+        for (who, burst), size in self.bursts.items():
+            whole = [(burst, number) for number in range(size)]
+            settled = [said for said in self.settled[who] if said[0] == burst]
+            self.assertEqual(whole, sorted(set(settled)), "something is lost")
+            if (who, burst) in undisturbed:
+                holding = [said for said in self.given[who] if set(said) & set(whole)]
+                self.assertEqual(whole, sorted(set(holding[0])), (who, burst))
+                self.assertTrue(len(holding) == 1 or who in self.died, (who, burst))
+        for who, said in self.settled.items():
+            self.assertEqual(sorted(said), said, who)
+
+
 class BodySizeTest(Proof):
     LIMIT = 50_000
 
@@ -7495,14 +8215,16 @@ class PapersTest(unittest.TestCase):
                 asks = r"(\?[^`]*)?"  # its parameters
                 self.stands_in_readme(rf"\| `{method} {re.escape(path)}{asks}` \|")
 
-    def test_the_n8n_flow_can_be_pasted(self):
+    def test_the_n8n_flows_can_be_pasted(self):
         blocks = re.findall(r"```json\n(\{.*?\n\})\n```", self.readme, re.DOTALL)
-        [flow] = [f for f in map(json.loads, blocks) if "nodes" in f]
-        names = {node["name"] for node in flow["nodes"]}
-        for source, targets in flow["connections"].items():
-            self.assertIn(source, names)
-            for target in (t for lane in targets["main"] for t in lane):
-                self.assertIn(target["node"], names)
+        flows = [f for f in map(json.loads, blocks) if "nodes" in f]
+        self.assertEqual(2, len(flows))
+        for flow in flows:
+            names = {node["name"] for node in flow["nodes"]}
+            for source, targets in flow["connections"].items():
+                self.assertIn(source, names)
+                for target in (t for lane in targets["main"] for t in lane):
+                    self.assertIn(target["node"], names)
 
     def test_the_unit_is_clean_and_tight(self):
         if not shutil.which("systemd-analyze"):
@@ -7629,6 +8351,19 @@ def purging():
                 super().tidy(bites)
 
     buffer.Housekeeper = Housekeeper
+    sys.exit(buffer.main([]))
+
+
+def with_a_clock():
+    """buffer.py, with a clock that stands in the file `clock`."""
+
+    class Clock:
+        file, step = os.open("clock", os.O_RDONLY), staticmethod(lambda: 0)
+
+        def __call__(self):
+            return int(os.pread(self.file, 12, 0))
+
+    buffer.SteadyClock = Clock
     sys.exit(buffer.main([]))
 
 
@@ -8121,6 +8856,96 @@ def fill(path, number, settled=False, mixed=False):
                 db.execute(f"UPDATE fila SET {change} WHERE id % 8 = {part}")
 
 
+def converse(path):
+    """Gives a file of fill() conversations of ten messages each: of 100 people who write
+    at once, every other one in this very moment."""
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA journal_mode = OFF")
+        db.execute(
+            "UPDATE fila SET group_key = '5511' || (id / 1000 * 100 + id % 100),"
+            " created_at = iif(id % 2, created_at, datetime('now'))"
+        )
+    with contextlib.closing(buffer.Store(str(path), grouped=True)) as store:
+        while store.gather(20000):
+            pass
+
+
+def keyed():
+    """Webhooks of 10,000 people, with GROUP_KEY and without."""
+    if load_tool() != "wrk":
+        yield "not measured", "it takes wrk"
+        return
+    path, key = "$.data.key.remoteJid", '"key":{"remoteJid":"5511]] .. n .. [["}'
+    body = SAMPLE.replace('"conversation"', f'{key},"conversation"')
+    script = (
+        WRK.replace(SAMPLE, "")
+        + f"""
+function request()
+  local n = math.random(10000, 19999)
+  return wrk.format(nil, nil, nil, [[{body}]])
+end
+"""
+    )
+    loads = [], []
+    with Service() as without, Service(GROUP_KEY=path) as grouped:
+        for _ in range(ROUNDS):
+            for service, taken in zip((without, grouped), loads):
+                taken.append(load_by_wrk(service.port, 64, script))
+        sql = "SELECT count(DISTINCT group_key) FROM fila"
+        with contextlib.closing(sqlite3.connect(grouped.db)) as db:
+            assert db.execute(sql).fetchone()[0] > 2000
+    yield "without a key", str(Load.median(loads[0]))
+    yield "with GROUP_KEY", str(Load.median(loads[1]))
+    share = 100 * statistics.median(g.rate / w.rate for w, g in zip(*loads))
+    yield "with / without", f"{share:6.1f} %", "at least 95 %", share >= 95
+
+
+def conversations():
+    """Claims of 50 conversations beside claims of as many plain messages."""
+    few, many, single, grouped = [], [], [], []
+    plain = few, "limite=50", 50, 50
+    ten_each = grouped, "limite=50&agrupar=86400", 50, 500
+    turns = (  # plain claims are left what is not silent
+        *(ten_each, plain, ten_each, (many, "limite=500", 500, 500)) * (ROUNDS * 2),
+        *(plain, (single, "limite=50&serie=1", 50, 50)) * (ROUNDS * 2),
+    )
+    service = Service(GROUP_KEY="X-Key")
+    fill(service.db, 1_000_000)
+    converse(service.db)
+    with service, contextlib.closing(service.connect()) as line:
+        for times, query, number, messages in turns:
+            seconds, text = timed(ask, line, f"/fila/pegar?{query}")
+            times.append(seconds)
+            found = json.loads(text)
+            ids = [id_ for item in found for id_ in item.get("ids") or [item["id"]]]
+            assert (len(found), len(ids)) == (number, messages), (len(found), len(ids))
+            ask(line, "/fila/processado", json.dumps({"ids": ids}))
+    few, many, single, grouped = (
+        1000 * statistics.median(times) for times in (few, many, single, grouped)
+    )
+    yield "50 messages", f"{few:6.2f} ms"
+    yield "500 messages", f"{many:6.2f} ms"
+    yield "50 with serie=1", f"{single:6.2f} ms"
+    yield "50 conversations", f"{grouped:6.2f} ms"
+    yield "serie=1 / 50 plain", f"{single / few:6.2f}", "at most 3", single <= 3 * few
+    yield "ten each / 500 plain", f"{grouped / many:6.2f}"
+    yield (
+        "ten each / 50 plain",
+        f"{grouped / few:6.2f}",
+        "at most 3",
+        grouped <= 3 * few,
+    )
+
+
+def ask(line, path, body=None):
+    """The answer to a POST, which must be good."""
+    line.request("POST", path, body, {"X-Token": TOKEN})
+    answer = line.getresponse()
+    text = answer.read()
+    assert answer.status == 200, (path, answer.status, text)
+    return text
+
+
 def count(path, status):
     with contextlib.closing(sqlite3.connect(path)) as db:
         sql = "SELECT count(*) FROM fila WHERE status = ?"
@@ -8141,6 +8966,8 @@ MEASURES = {
     "latency": latency,
     "calls": calls,
     "metrics": metrics,
+    "keyed": keyed,
+    "conversations": conversations,
 }
 
 
@@ -8167,7 +8994,7 @@ def chosen(suite, words):
 
 
 # Subprocesses of the tests and of the benchmark run this file with one of these words.
-ENTRIES = {f.__name__: f for f in (ceiling, purging, client, target)}
+ENTRIES = {f.__name__: f for f in (ceiling, purging, with_a_clock, client, target)}
 
 
 def main():
