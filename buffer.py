@@ -459,6 +459,9 @@ class Settings:
     forward_rate: int = setting(
         "0", count, "deliveries that are begun in a second, 0 for no limit"
     )
+    forward_group: int = setting(
+        "0", count, "delivers conversations after so many seconds of silence; 0 is off"
+    )
     forward_header: tuple = setting(
         None, header_value, "a header for the target", "FORWARD_HEADER_<NAME>"
     )
@@ -1046,13 +1049,6 @@ SELECT id, size, lost, attempts
  ORDER BY id
  LIMIT :limit"""
 
-# Delivery to one place leaves out the sources that have a place of their own.
-DUE_WITHOUT = DUE.replace(
-    " ORDER BY",
-    """   AND (source IS NULL OR source NOT IN (SELECT value FROM json_each(:without)))
- ORDER BY""",
-)
-
 IN_WORK = """
 SELECT count(*)
   FROM (SELECT 1
@@ -1108,8 +1104,10 @@ UPDATE fila NOT INDEXED
    SET status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
        available_at = iif(attempts < :most AND coalesce(:delay, 1) > 0, datetime(
-           :epoch + coalesce(:delay, min(3600, :backoff << min(max(attempts, 1) - 1, 20))
-                             * (80 + abs(random() % 41)) / 100.0), 'unixepoch'), NULL),
+           :epoch + coalesce(:delay,
+                    min(3600, :backoff << min(max(coalesce(:tries, attempts), 1) - 1, 20))
+                    * (80 + coalesce(:jitter, abs(random() % 41))) / 100.0),
+           'unixepoch'), NULL),
        reason = coalesce(:reason, reason,
                          iif(attempts < :most, NULL, 'devolvida na última tentativa')),
        attempts = attempts - (:spared AND attempts > 0),
@@ -1118,6 +1116,15 @@ UPDATE fila NOT INDEXED
        lease_until = NULL {CHOSEN}
    AND status = 'processando'
 RETURNING id, status, reason"""
+
+# Conversations of which a verdict settles more than one message.
+TOGETHER = """
+SELECT json_group_array(id) AS ids, max(attempts) AS tries
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))
+   AND group_key IS NOT NULL
+ GROUP BY source, group_key
+HAVING count(*) > 1"""
 
 ESTENDER = f"""
 UPDATE fila NOT INDEXED
@@ -1209,6 +1216,16 @@ OF_SOURCE.update(
     )
     for sql in (QUIET, WAITED, SET_BACK)
 )
+
+# Delivery to one place leaves out the sources that have a place of their own.
+LEAVING_OUT = {
+    sql: sql.replace(
+        " ORDER BY",
+        """   AND coalesce(source, '') NOT IN (SELECT value FROM json_each(:without))
+ ORDER BY""",
+    )
+    for sql in (DUE, QUIET, WAITED, SET_BACK)
+}
 
 # It steps from source to source in the index: two look-ups for each that sends ids.
 EVENTO = """
@@ -1648,7 +1665,7 @@ class Store:
                 limit = min(limit, in_work - busy)
             where = {"limit": 2 * limit, "most": self.most}
             if without:
-                rows = self._run(DUE_WITHOUT, without=json.dumps(without), **where)
+                rows = self._run(LEAVING_OUT[DUE], without=json.dumps(without), **where)
             else:
                 rows = self._run_of(DUE, source, **where)
             if limit <= 0 or not rows:
@@ -1666,6 +1683,7 @@ class Store:
         source=None,
         in_work=None,
         single=False,
+        without=(),
     ):
         """Leases the messages of up to `limit` conversations, the longest waiting first.
 
@@ -1685,7 +1703,7 @@ class Store:
             if in_work is not None:
                 [[busy]] = self._run(GROUPS_IN_WORK, limit=in_work)
                 limit = min(limit, in_work - busy)
-            rows = self._candidates(2 * limit, quiet, longest, source)
+            rows = self._candidates(2 * limit, quiet, longest, source, without)
             if limit <= 0 or not rows:
                 return []
             last = rows[0]["lost"] > 0 and rows[0]["attempts"] + 1 >= self.most
@@ -1697,13 +1715,16 @@ class Store:
             rows = {row["id"]: row for row in rows}
         return [(source, key, [rows[n] for n in ids]) for source, key, ids in chosen]
 
-    def _candidates(self, limit, quiet, longest, source):
+    def _candidates(self, limit, quiet, longest, source, without):
         """Up to so many conversations that may go out, the longest waiting first."""
         now = self.clock()
         times = {"waited": utc(now - longest), "quiet": utc(now - quiet)}
         times["soon"] = utc(now + 60)
         found = {}
         for sql in (WAITED, QUIET, SET_BACK):
+            if without:
+                times["without"] = json.dumps(without)
+                sql = LEAVING_OUT[sql]
             for row in self._run_of(sql, source, limit=limit, **times):
                 found[row["source"], row["group_key"]] = row
         return sorted(found.values(), key=lambda row: row["first"])
@@ -1818,12 +1839,24 @@ class Store:
         most = 10**9 if spared else self.most
         values = {"most": most, "backoff": self.backoff, "reason": reason}
         values.update(delay=delay, epoch=math.ceil(self.clock()), spared=spared)
+        outcomes = {}
         with self.transaction():
-            outcomes = self._settle(
-                "devolver", DEVOLVER, ids, attempt, "pendente", **values
-            )
+            for part, tries in self._together(ids) if delay is None else [(ids, None)]:
+                values["tries"] = tries
+                values["jitter"] = None if tries is None else secrets.randbelow(41)
+                outcomes |= self._settle(
+                    "devolver", DEVOLVER, part, attempt, "pendente", **values
+                )
             self._count_used_up(o.status for o in outcomes.values() if not o.refused)
         return outcomes
+
+    def _together(self, ids):
+        """(ids, attempts for the backoff) of what should come back at the same time: a
+        conversation that was handed out as one must not come back in pieces."""
+        rows = self._run(TOGETHER, ids=json.dumps(ids)) if len(ids) > 1 else ()
+        parts = [(json.loads(row["ids"]), row["tries"]) for row in rows]
+        alone = set(ids).difference(*(part for part, _ in parts))
+        return [*parts, ([id_ for id_ in ids if id_ in alone], None)]
 
     def estender(self, ids, attempt=None, lease=600):
         """Still at work: the lease runs `lease` seconds from now."""
@@ -3482,6 +3515,29 @@ class Result(typing.NamedTuple):
 UNREACHABLE, UNABLE = "unreachable", "unable"
 
 
+class Parcel:
+    """What is delivered at once: a message, or the messages of a `conversation`, which
+    is (source, key)."""
+
+    def __init__(self, rows, conversation=None):
+        self.rows, self.conversation = rows, conversation
+        self.ids = [row["id"] for row in rows]
+        self.id, self.attempts = rows[0]["id"], rows[0]["attempts"]
+        self.size = sum(len(row["body"]) for row in rows)
+
+    def body(self):
+        if self.conversation:
+            return conversation_json(*self.conversation, self.rows, item_json)
+        return self.rows[0]["body"]
+
+    def key(self):
+        """The same in every delivery of the same messages (Idempotency-Key)."""
+        if not self.conversation:
+            return idempotency_key(self.rows[0])
+        keys = "\n".join(map(idempotency_key, self.rows))
+        return f"sha256:{hashlib.sha256(keys.encode()).hexdigest()}"
+
+
 class Breaker:
     """A circuit breaker: while a target is down, one message goes on being tried.
 
@@ -3528,9 +3584,9 @@ class Breaker:
 
 
 class Target:
-    """A place to deliver to. Delivery asks it for room, and starts messages in it.
+    """A place to deliver to. Delivery asks it for room, and starts parcels in it.
 
-    A subclass has start(rows), and calls finish() for each row from its own threads.
+    A subclass has start(parcels), and calls finish() for each from its own threads.
     """
 
     BYTES = 16 << 20  # of messages on their way at the same time
@@ -3541,8 +3597,9 @@ class Target:
         self.name, self.url, self.source, self.clock = name, url, source, clock
         self.timeout, self.rate = settings.forward_timeout, settings.forward_rate
         self.without = ()  # sources that have a target of their own
+        self.group = settings.forward_group
         self.breaker = Breaker(f"{name} ({url.hostname})", clock)
-        self.flying, self.weight = {}, 0  # id: when to extend its lease; bytes
+        self.flying, self.weight = {}, 0  # parcel: when to extend its lease; bytes
         self.outcomes = collections.Counter()
         self.claimed, self.hungry, self.more = [], True, False
         self.results = self.wake = None  # Delivery sets them
@@ -3578,38 +3635,38 @@ class Target:
             return self.opens()
         return now if self.more else math.inf
 
-    def begin(self, rows):
+    def begin(self, parcels):
         now = self.clock()
-        if self.rate and rows:
-            self._next = max(self._next, now) + len(rows) / self.rate
-        for row in rows:
-            self.flying[row["id"]] = now + self.lease / 2
-            self.weight += len(row["body"])
-        self.start(rows)
+        if self.rate and parcels:
+            self._next = max(self._next, now) + len(parcels) / self.rate
+        for parcel in parcels:
+            self.flying[parcel] = now + self.lease / 2
+            self.weight += parcel.size
+        self.start(parcels)
 
-    def finish(self, row, result):
-        """A message is back; the one method that other threads call."""
-        self.results.append((self, row, result))
+    def finish(self, parcel, result):
+        """A parcel is back; the one method that other threads call."""
+        self.results.append((self, parcel, result))
         self.wake()
 
-    def land(self, row, result):
-        """(delay, whether the attempt is spared) where the message was not delivered."""
-        self.flying.pop(row["id"], None)
-        self.weight -= len(row["body"])
+    def land(self, parcel, result):
+        """(delay, whether the attempt is spared) of what was not delivered."""
+        del self.flying[parcel]
+        self.weight -= parcel.size
         self.outcomes[result.outcome] += 1
         if result.down:
-            return self.found_down(row, result)
+            return self.found_down(parcel, result)
         self.breaker.passed()
         return result.delay, False
 
-    def found_down(self, row, result):
-        return self.breaker.verdict(row["id"], result)
+    def found_down(self, parcel, result):
+        return self.breaker.verdict(parcel.id, result)
 
     def overdue(self, now):
         """Ids of messages whose leases should be extended, every second."""
-        ids = [id_ for id_, when in self.flying.items() if when <= now]
-        self.flying.update((id_, now + self.lease / 2) for id_ in ids)
-        return ids
+        parcels = [parcel for parcel, when in self.flying.items() if when <= now]
+        self.flying.update((parcel, now + self.lease / 2) for parcel in parcels)
+        return [id_ for parcel in parcels for id_ in parcel.ids]
 
     def check(self, now):
         """Called every second."""
@@ -3659,14 +3716,14 @@ class Push(Target):
             pair = urllib.parse.unquote(url.netloc.rpartition("@")[0]).encode()
             basic = base64.b64encode(pair).decode()
             self.fixed.setdefault("authorization", f"Basic {basic}")
-        self.rows = queue.SimpleQueue()
+        self.parcels = queue.SimpleQueue()
         self.couriers = [Courier(self) for _ in range(self.at_once)]
         for courier in self.couriers:
             courier.start()
 
-    def start(self, rows):
-        for row in rows:
-            self.rows.put(row)
+    def start(self, parcels):
+        for parcel in parcels:
+            self.parcels.put(parcel)
 
     def check(self, now):
         for courier in self.couriers:
@@ -3674,13 +3731,14 @@ class Push(Target):
 
     def stop(self):
         for _ in self.couriers:
-            self.rows.put(None)
+            self.parcels.put(None)
 
-    def address(self, row):
-        """Path and query for a message: the URL's, then its own.
+    def address(self, parcel):
+        """Path and query: the URL's, then a message's own.
 
         Segments such as .. are left out: senders must not reach other paths.
         """
+        row = {"path": None, "query": None} if parcel.conversation else parcel.rows[0]
         rest = [part for part in (row["path"] or "").split("/") if part.strip(".")]
         path = self.url.path or "/"
         if rest:
@@ -3691,15 +3749,18 @@ class Push(Target):
         query = "&".join(filter(None, (self.url.query, query)))
         return f"{path}?{query}" if query else path
 
-    def headers(self, row):
-        headers = json.loads(row["headers"] or "{}")
+    def headers(self, parcel, body):
+        if parcel.conversation:
+            headers = {"content-type": "application/json"}
+        else:
+            headers = json.loads(parcel.rows[0]["headers"] or "{}")
         for name in NOT_FORWARDED | OURS:
             headers.pop(name, None)
         headers["host"] = self.url.netloc.rpartition("@")[2]
-        headers["content-length"] = str(len(row["body"]))
-        headers["x-buffer-id"] = str(row["id"])
-        headers["x-buffer-tentativa"] = str(row["attempts"])
-        headers["idempotency-key"] = idempotency_key(row)
+        headers["content-length"] = str(len(body))
+        headers["x-buffer-id"] = str(parcel.id)
+        headers["x-buffer-tentativa"] = str(parcel.attempts)
+        headers["idempotency-key"] = parcel.key()
         return {**headers, **self.fixed}
 
 
@@ -3743,16 +3804,16 @@ class Courier(threading.Thread):
         self.late = False
 
     def run(self):
-        for row in iter(self.target.rows.get, None):
+        for parcel in iter(self.target.parcels.get, None):
             try:
-                result = self.deliver(row)
+                result = self.deliver(parcel)
             except Exception as error:  # a message that cannot be sent, or our fault
-                log.exception("delivery of message %d failed", row["id"])
+                log.exception("delivery of message %d failed", parcel.id)
                 self.hang_up()
                 result = Result("erro", f"não pôde ser enviada: {error}")
-            self.target.finish(row, result)
+            self.target.finish(parcel, result)
 
-    def deliver(self, row):
+    def deliver(self, parcel):
         with self.lock:
             self.until, self.late = self.target.clock() + self.target.timeout, False
         try:
@@ -3762,14 +3823,14 @@ class Courier(threading.Thread):
                 if failure:
                     return failure
             try:
-                answer = self.post(row)
+                answer = self.post(parcel)
             except ConnectionError:  # it may have been closing as we wrote
                 if not reused or self.late:
                     raise
                 failure = self.connect()
                 if failure:
                     return failure
-                answer = self.post(row)
+                answer = self.post(parcel)
             with answer:
                 return result_of(answer, self.read(answer))
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -3824,12 +3885,12 @@ class Courier(threading.Thread):
         if line:
             line.close()
 
-    def post(self, row):
-        line = self.line
-        line.putrequest("POST", self.target.address(row), True, True)
-        for name, value in self.target.headers(row).items():
+    def post(self, parcel):
+        line, body = self.line, parcel.body()
+        line.putrequest("POST", self.target.address(parcel), True, True)
+        for name, value in self.target.headers(parcel, body).items():
             line.putheader(name, value)
-        line.endheaders(row["body"])
+        line.endheaders(body)
         return line.getresponse()
 
     def read(self, answer):
@@ -3876,7 +3937,7 @@ class Relay(Target):
     """Hands messages over to RabbitMQ: persistent, mandatory, with publisher confirms.
 
     A message is done when the broker has confirmed it; many are on their way at the
-    same time. pika's connection belongs to a thread. `lock` is over `up` and `rows`:
+    same time. pika's connection belongs to a thread. `lock` is over `up` and `parcels`:
     what is put in while it is up is published, or comes back when the connection ends.
     """
 
@@ -3885,6 +3946,8 @@ class Relay(Target):
 
     def __init__(self, name, url, source, settings, clock):
         super().__init__(name, url, source, settings, clock)
+        if self.group:
+            raise StartError(f"{name} is amqp, which takes no FORWARD_GROUP", 2)
         self.pika = import_pika(name)
         self.exchange, self.routing_key, self.parameters = self.parse(name, url)
         self.lock, self.stopped = threading.Lock(), threading.Event()
@@ -3893,8 +3956,8 @@ class Relay(Target):
         self.alone = False  # one message at a time, to find the one that is refused
         self.why = self.cause = None  # why the connection ended; why this side ended it
         self.heard = clock()  # when the broker has shown last that it confirms
-        self.rows = collections.deque()  # to publish
-        self.unconfirmed, self.returned = {}, {}  # delivery tag: row; id: why
+        self.parcels = collections.deque()  # to publish
+        self.unconfirmed, self.returned = {}, {}  # delivery tag: parcel; id: why
         self.tag = 0
         threading.Thread(target=self.run, name=f"relay of {name}", daemon=True).start()
 
@@ -3921,14 +3984,14 @@ class Relay(Target):
         limit, size = super().room(now)
         return min(limit, 1) if self.alone else limit, size
 
-    def start(self, rows):
+    def start(self, parcels):
         with self.lock:
             up = self.up
             if up:
-                self.rows.extend(rows)
+                self.parcels.extend(parcels)
                 self.connection.ioloop.add_callback_threadsafe(self.publish)
         if not up:
-            self.come_back(rows)
+            self.come_back(parcels)
 
     def check(self, now):
         """A queue that has lost its leader may never confirm; a new channel may help."""
@@ -3941,7 +4004,7 @@ class Relay(Target):
     def state(self):
         return "bloqueado" if self.blocked else super().state()
 
-    def found_down(self, row, result):
+    def found_down(self, parcel, result):
         return 0, True  # run() has told the breaker
 
     def stop(self):
@@ -3998,10 +4061,11 @@ class Relay(Target):
     def publish(self):
         if not self.unconfirmed:
             self.heard = self.clock()
-        while self.rows and self.channel.is_open:
-            row = self.rows.popleft()
+        while self.parcels and self.channel.is_open:
+            parcel = self.parcels.popleft()
             self.tag += 1
-            self.unconfirmed[self.tag] = row
+            self.unconfirmed[self.tag] = parcel
+            [row] = parcel.rows
             key = routing_key(self.routing_key, row)
             what = self.pika.BasicProperties(**message_properties(row))
             self.channel.basic_publish(
@@ -4019,14 +4083,14 @@ class Relay(Target):
         if method.multiple:
             tags = [tag for tag in self.unconfirmed if tag <= method.delivery_tag]
         for tag in tags:
-            row = self.unconfirmed.pop(tag)
-            why = self.returned.pop(row["id"], None)
+            parcel = self.unconfirmed.pop(tag)
+            why = self.returned.pop(parcel.id, None)
             if isinstance(method, self.pika.spec.Basic.Nack):
                 result = Result("nack", "recusada pelo broker (nack)")
             else:
                 result = Result("devolvida", why) if why else Result("confirmada")
             self.alone = False
-            self.finish(row, result)
+            self.finish(parcel, result)
 
     def channel_closed(self, channel, error):
         if isinstance(error, self.pika.exceptions.ChannelClosedByBroker):
@@ -4041,10 +4105,10 @@ class Relay(Target):
     def after_connection(self):
         with self.lock:
             self.up = self.blocked = False
-            published, waiting = list(self.unconfirmed.values()), list(self.rows)
+            published, waiting = list(self.unconfirmed.values()), list(self.parcels)
             self.unconfirmed.clear()
             self.returned.clear()
-            self.rows.clear()
+            self.parcels.clear()
         error = self.cause or self.why
         if not self.stopped.is_set():
             self.breaker.failed(repr(error))
@@ -4055,9 +4119,9 @@ class Relay(Target):
         self.alone = self.alone or bool(by_message)
         self.come_back(published + waiting, repr(error))
 
-    def come_back(self, rows, why="sem conexão"):
-        for row in rows:
-            self.finish(row, Result("conexao", why, down=UNREACHABLE))
+    def come_back(self, parcels, why="sem conexão"):
+        for parcel in parcels:
+            self.finish(parcel, Result("conexao", why, down=UNREACHABLE))
 
 
 def import_pika(name):
@@ -4132,6 +4196,9 @@ class Delivery:
             for name, source in settings.sources
         ]
         places.append(("FORWARD_URL", settings.forward_url, None))
+        keys = [settings.group_key, *(own.group_key for _, own in settings.sources)]
+        if settings.forward_group and not any(keys):
+            raise StartError("FORWARD_GROUP is set, but not GROUP_KEY", 2)
         self.targets = []
         for name, address, source in places:
             if address:
@@ -4164,8 +4231,8 @@ class Delivery:
         self._news = False
         now = self.clock()
         if look or self.store.changes() != self._changes:
-            for target in self.targets:
-                target.hungry = True
+            for target in self.targets:  # no new message makes a conversation quiet
+                target.hungry = target.hungry or look or not target.group
         self.settle()
         for target in self.targets:
             if look:
@@ -4177,15 +4244,17 @@ class Delivery:
 
     def settle(self):
         while self.results:
-            target, row, result = self.results.popleft()
-            delay, spared = target.land(row, result)
+            target, parcel, result = self.results.popleft()
+            delay, spared = target.land(parcel, result)
+            if target.group:  # others of the conversation may have waited for it
+                target.hungry = True
             if result.reason is None:
-                self._done.append(row["id"])
+                self._done += parcel.ids
                 continue
             verdict = functools.partial(
                 self.store.devolver,
-                [row["id"]],
-                attempt=row["attempts"],
+                parcel.ids,
+                attempt=None if parcel.conversation else parcel.attempts,
                 reason=result.reason,
                 delay=delay,
                 spared=spared,
@@ -4202,7 +4271,14 @@ class Delivery:
         if target.hungry and room > 0:
             limit, where = min(room, most), {"source": target.source}
             where["without"] = target.without
-            target.claimed = self.store.pegar(limit, target.lease, size, **where)
+            values = limit, target.lease, size
+            if target.group:
+                where |= {"quiet": target.group, "longest": 6 * target.group}
+                found = self.store.pegar_conversas(*values, **where)
+                target.claimed = [Parcel(rows, tuple(who)) for *who, rows in found]
+            else:
+                found = self.store.pegar(*values, **where)
+                target.claimed = [Parcel([row]) for row in found]
             target.hungry = bool(target.claimed)
             target.more = len(target.claimed) == limit < room
 
@@ -4210,8 +4286,8 @@ class Delivery:
         """After the transaction: starts what it has claimed."""
         self._done, self._failed = [], []
         for target in self.targets:
-            rows, target.claimed = target.claimed, []
-            target.begin(rows)
+            parcels, target.claimed = target.claimed, []
+            target.begin(parcels)
 
     def rolled_back(self):
         """In place of committed(): what came back is settled again in the next turn."""

@@ -2299,6 +2299,23 @@ class DevolverTest(QueueCase):
             self.clock.now += delay
         self.assertGreater(len(seen), 5)
 
+    def test_a_conversation_that_is_given_back_as_one_is_due_as_one(self):
+        self.open(GROUP_KEY="$.de")
+        for _ in range(3):
+            for who in ("ana", "bob"):
+                self.send(b'{"de":"%s"}' % who.encode())
+        self.send()
+        self.claim("?limite=1")  # it is one attempt ahead
+        self.settle(1, "devolver?em=0")
+        ids = [item["id"] for item in self.claim()]
+        self.call("POST", "/fila/devolver", json.dumps({"ids": ids}).encode())
+        due = collections.defaultdict(set)
+        for row in self.rows():
+            due[row["group_key"]].add(row["available_at"])
+        self.assertEqual((1, 1), (len(due["ana"]), len(due["bob"])))
+        waited = min(due["ana"]), buffer.utc(self.clock.now + 48)
+        self.assertGreaterEqual(*waited)  # as after its second attempt
+
     def test_a_delayed_message_keeps_its_place(self):
         self.messages(3)
         self.claim("?limite=2")
@@ -4657,7 +4674,9 @@ class PushTest(DeliveryCase):
 
     def test_leaving_out_sources_uses_the_index_alone(self):
         plan = self.rows(
-            f"EXPLAIN QUERY PLAN {buffer.DUE_WITHOUT}".replace(":most", "10")
+            f"EXPLAIN QUERY PLAN {buffer.LEAVING_OUT[buffer.DUE]}".replace(
+                ":most", "10"
+            )
             .replace(":limit", "1")
             .replace(":without", "'[]'")
         )
@@ -4969,6 +4988,124 @@ class BreakerTest(DeliveryCase):
         self.after(2)
         self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
         self.assertEqual([2], self.attempts())
+
+
+class PushConversationsTest(DeliveryCase):
+    """FORWARD_GROUP: a conversation in one POST, after a silence."""
+
+    def begin(self, *plan, **settings):
+        self.target = self.answers(*plan)
+        how = {"FORWARD_URL": f"{self.target.url}/hook?k=v", "FORWARD_GROUP": "8"}
+        self.open(**{**how, "GROUP_KEY": "$.de", **settings})
+
+    def say(self, who, what, url="/webhook/x?y=1", **environ):
+        body = json.dumps({"de": who, "texto": what}).encode()
+        self.send(body, url, **environ)
+
+    def heard(self):
+        """(key, texts) of each conversation that was delivered."""
+        bodies = map(json.loads, self.target.bodies())
+        return [
+            (body["chave"], "".join(m["payload"]["texto"] for m in body["mensagens"]))
+            for body in bodies
+        ]
+
+    def test_it_is_delivered_as_one_when_it_is_silent(self):
+        self.begin()
+        for what in "abc":
+            self.say("ana", what)
+            self.after(7)
+        self.assertEqual([], self.target.requests)
+        self.after(1)
+        self.assertEqual([("ana", "abc")], self.heard())
+        self.assertEqual(["processado"] * 3, self.statuses())
+        [(_, path, headers, body)] = self.target.requests
+        self.assertEqual("/hook?k=v", path)
+        self.assertEqual("application/json", headers["Content-Type"])
+        self.assertEqual([1, 2, 3], json.loads(body)["ids"])
+        self.assertEqual("1", headers["X-Buffer-Id"])
+        self.assertEqual("x", json.loads(body)["mensagens"][0]["caminho"])
+
+    def test_who_never_stops_is_answered_too(self):
+        self.begin()
+        for _ in range(10):
+            self.say("ana", "a")
+            self.after(6)
+        self.assertEqual([("ana", "a" * 8)], self.heard())
+
+    def test_what_comes_meanwhile_waits_for_the_answer_and_for_silence(self):
+        answered = threading.Event()
+        self.begin(
+            lambda line: answered.wait(20) and (line.sendall(Answers.OK) or True)
+        )
+        self.say("ana", "a")
+        self.clock.now += 8
+        self.turn()
+        self.say("ana", "b")
+        self.clock.now += 30
+        self.turn()
+        self.assertEqual(1, len(self.delivery.targets[0].flying))
+        answered.set()
+        self.flow()
+        self.assertEqual([("ana", "a"), ("ana", "b")], self.heard())
+
+    def test_concurrency_counts_conversations(self):
+        barrier = threading.Barrier(3, timeout=20)
+
+        def together(line):
+            barrier.wait()
+            line.sendall(Answers.OK)
+            return True
+
+        self.begin(together, together, together, FORWARD_CONCURRENCY="3")
+        for what in "ab":
+            for who in ("ana", "bob", "eva"):
+                self.say(who, what)
+        self.after(8)
+        self.assertEqual(
+            [("ana", "ab"), ("bob", "ab"), ("eva", "ab")], sorted(self.heard())
+        )
+        self.assertEqual(3, self.target.busiest)
+
+    def test_one_that_failed_comes_back_as_one_with_the_same_key(self):
+        self.begin(respond("500 E"))
+        self.say("ana", "a")
+        self.say("ana", "b")
+        self.after(8)
+        self.assertEqual(1, len({row["available_at"] for row in self.rows()}))
+        self.assertEqual("500 E", self.look(2)["motivo"])
+        self.after(40)
+        self.assertEqual([("ana", "ab")] * 2, self.heard())
+        first, second = (headers for _, _, headers, _ in self.target.requests)
+        self.assertEqual(first["Idempotency-Key"], second["Idempotency-Key"])
+        self.assertRegex(first["Idempotency-Key"], "^sha256:[0-9a-f]{64}$")
+        self.assertEqual("2", second["X-Buffer-Tentativa"])
+
+    def test_a_target_that_is_down_costs_no_attempts(self):
+        self.begin(FORWARD_URL=f"http://127.0.0.1:{unused_port()}")
+        self.say("ana", "a")
+        self.say("ana", "b")
+        for _ in range(20):
+            self.after(31)
+        self.assertEqual([0, 0], [row["attempts"] for row in self.rows()])
+
+    def test_a_source_can_go_somewhere_else(self):
+        theirs = self.answers()
+        signs = {"SECRET_LOJA": "s", "SIGN_LOJA": "X-T - -"}
+        self.begin(FORWARD_LOJA=theirs.url, **signs)
+        self.say("ana", "a", "/webhook/loja", HTTP_X_T="s")
+        self.say("ana", "b")
+        self.after(8)
+        self.assertEqual([("ana", "b")], self.heard())
+        self.assertEqual("loja", json.loads(theirs.bodies()[0])["fonte"])
+
+    def test_it_needs_a_key_and_http(self):
+        for settings, text in (
+            ({"GROUP_KEY": "-"}, "FORWARD_GROUP is set, but not GROUP_KEY"),
+            ({"FORWARD_URL": "amqp://x/?routing_key=q"}, "takes no FORWARD_GROUP"),
+        ):
+            with self.assertRaisesRegex(buffer.StartError, text):
+                self.begin(**settings)
 
 
 class DeliverySettingsTest(SettingsTest):
@@ -5349,7 +5486,7 @@ class RelayTest(BrokerCase):
         self.until(lambda: self.target.state() == "bloqueado")
         self.send(b"3")
         self.turn()
-        self.assertEqual([2], list(self.target.flying))
+        self.assertEqual([[2]], [parcel.ids for parcel in self.target.flying])
         before = self.look(2)["reservado_ate"]
         self.clock.now += 3600
         self.steady.now += 3600
