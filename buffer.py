@@ -21,6 +21,9 @@ Consumers
     POST /fila/{id}/estender      still at work: segundos=SECONDS more
     POST /fila/{id}/reenviar      once more from the start
     POST /fila/processado ...     the same for many, with {"ids":[1,2]}
+Delivery
+    FORWARD_URL=http://...        each message by POST to a URL, one after the other
+    FORWARD_URL=amqp://...        or to RabbitMQ: done when the broker has confirmed it
 Operators
     GET /painel                   the page: the queue in a browser
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
@@ -30,10 +33,6 @@ Operators
     python buffer.py status       the same as a table, from the file
     python buffer.py backup FILE  a copy of the file, also while the service runs
     ALERT_URL                     is told when something is wrong, and when it is over
-
-Delivery
-    FORWARD_URL=http://...        or each message by POST to a URL, one after the other;
-    FORWARD_URL=amqp://...        or to RabbitMQ, done when the broker has confirmed it
 
 Every request but those for /painel and /health carries the token: X-Token,
 Authorization: Bearer, or ?token= (the header wins).
@@ -274,7 +273,7 @@ def workers(text):
 def target_url(text):
     """http://host/path, https://, or amqp://user:password@host/vhost?exchange=..."""
     if text:
-        matched(r"(https?|amqps?)://[^\s#/?]+[^\s#]*", text)
+        matched(r"(https?|amqps?)://[!-~]+", text.replace("#", " "))
         parts = urllib.parse.urlsplit(text)
         within(1, 65535, 1 if parts.port is None else parts.port)
         within(1, math.inf, len(parts.hostname or ""))
@@ -3560,23 +3559,29 @@ class Breaker:
         if self._failures >= self.TOLD:
             spent = self.clock() - self.since
             log.warning("%s is back after %.0f seconds", self.name, spent)
-        self.since, self._failures, self._probes = None, 0, 0
+        self.since, self.until = None, -math.inf
+        self._failures = self._probes = 0
 
     def failed(self, reason, delay=None):
-        """Opens it, or waits longer until the next try; `delay` is the least."""
+        """Opens it, or waits longer until the next try; `delay` is the least. Whether
+        that was the first failure or one of a try: others were under way before."""
         now = self.clock()
+        if now < self.until:
+            return False
         self.since = now if self.since is None else self.since
         wait = min(self.LAST, self.FIRST << min(self._failures, 10))
         self.until = now + max(wait, delay or 0)
         self._failures += 1
         if self._failures == self.TOLD:
             log.warning("%s is down, one message is tried: %s", self.name, reason)
+        return True
 
     def verdict(self, id_, result):
         """(delay, whether the attempt is spared) of a message that found it down."""
-        first = self.since is None
-        self.failed(result.reason, result.delay)
-        if result.down == UNREACHABLE:
+        first, unreachable = self.since is None, result.down == UNREACHABLE
+        # a status without the answer's text, which may hold anything
+        told = result.reason if unreachable else result.reason[:3]
+        if not self.failed(told, result.delay) or unreachable:
             return 0, True
         self._probes = self._probes + 1 if id_ == self._probe else 1
         self._probe = id_
@@ -4002,7 +4007,10 @@ class Relay(Target):
                 self.connection.ioloop.add_callback_threadsafe(self.give_up)
 
     def state(self):
-        return "bloqueado" if self.blocked else super().state()
+        if self.blocked:
+            return "bloqueado"
+        connected = self.up and self.breaker.since is not None
+        return "sondando" if connected else super().state()
 
     def found_down(self, parcel, result):
         return 0, True  # run() has told the breaker

@@ -4904,6 +4904,24 @@ class BreakerTest(DeliveryCase):
         self.assertIn("is down", self.logged())
         self.assertIn("is back after 3131 seconds", self.logged())
 
+    def test_those_under_way_do_not_put_off_the_next_try(self):
+        self.open(
+            FORWARD_URL=f"http://127.0.0.1:{unused_port()}", FORWARD_CONCURRENCY="16"
+        )
+        for _ in range(16):
+            self.send()
+        self.flow()
+        self.assertEqual(1, self.delivery.until)
+
+    def test_the_log_does_not_repeat_what_the_target_says(self):
+        target = self.answers(default=respond("503 Hidden", b"hidden"))
+        self.open(FORWARD_URL=target.url)
+        self.send()
+        self.flow()
+        self.after(2)
+        self.assertIn("is down, one message is tried: 503", self.logged())
+        self.assertNotIn("idden", self.logged())
+
     def test_the_order_is_kept(self):
         port = unused_port()
         self.open(FORWARD_URL=f"http://127.0.0.1:{port}")
@@ -5127,6 +5145,7 @@ class DeliverySettingsTest(SettingsTest):
             "http://n8n:x/",
             "http://n8n/a b",
             "http://n8n/#x",
+            "http://n8n/é",
             "http://:80/",
         ):
             with self.subTest(url):
