@@ -5086,39 +5086,13 @@ class Rounds:
     def answer(self, look=False):
         """Answers what waits; with `look` also what a change of time has made due."""
         asked, self.waiting = [c for c in self.waiting if c.connected], []
-        delivery, began, commits = self.delivery, self._began, self.app.store.commits
-        due = delivery and delivery.due(look)
+        due = self.delivery and self.delivery.due(look)
         if not asked and not due and not (look and self.parked):
             return
-        woken = []
+        began = self._began
         for channel in asked:
             channel.reply, channel.environ = None, {}
-        try:
-            with self.app.store.transaction():
-                before = commits.sum
-                for channel in asked:
-                    channel.reply = self.reply(channel)
-                    if (
-                        channel.reply.wait
-                    ):  # at once, so that the next one sees the room
-                        self.enter(channel)
-                if delivery:
-                    delivery.turn(look, quiet=not asked)
-                woken = self.wake([c for c in asked if c.wait_for], look)
-            if commits.sum > before:
-                self.app.shared.observe(len(asked))
-        except sqlite3.Error as error:
-            failure = self.app.failed(error)
-            for channel in asked + woken:
-                if not channel.reply or channel.reply.code not in DECIDED:
-                    channel.reply = failure
-                    self.leave(channel)
-            if delivery:
-                delivery.rolled_back()
-        else:
-            if delivery:
-                delivery.committed()
-        for channel in dict.fromkeys(asked + woken):
+        for channel in dict.fromkeys(asked + self.commit(asked, look)):
             if channel.wait_for:
                 channel.park()
             else:
@@ -5127,6 +5101,37 @@ class Rounds:
         # less than it took to read them; those that wait want to wait
         routes = [c.environ.get("buffer.route") for c in asked if not c.wait_for]
         self.app.answered(routes, time.monotonic() - began)
+
+    def commit(self, asked, look):
+        """Makes the replies in one transaction. Returns who has waited and has one now."""
+        woken, delivery, commits = [], self.delivery, self.app.store.commits
+        try:
+            with self.app.store.transaction():
+                before = commits.sum
+                for channel in asked:
+                    channel.reply = reply = self.reply(channel)
+                    if reply.wait:  # at once, so that the next one sees the room
+                        self.enter(channel)
+                if delivery:
+                    delivery.turn(look, quiet=not asked)
+                woken = self.wake([c for c in asked if c.wait_for], look)
+        except sqlite3.Error as error:
+            self.fail(asked + woken, self.app.failed(error))
+            return woken
+        if asked and commits.sum > before:
+            self.app.shared.observe(len(asked))
+        if delivery:
+            delivery.committed()
+        return woken
+
+    def fail(self, channels, failure):
+        """In place of replies that depended on the transaction."""
+        for channel in channels:
+            if not channel.reply or channel.reply.code not in DECIDED:
+                channel.reply = failure
+                self.leave(channel)
+        if self.delivery:
+            self.delivery.rolled_back()
 
     def reply(self, channel):
         request = channel.requests[0]
