@@ -3606,7 +3606,8 @@ class Target:
         self.breaker = Breaker(f"{name} ({url.hostname})", clock)
         self.flying, self.weight = {}, 0  # parcel: when to extend its lease; bytes
         self.outcomes = collections.Counter()
-        self.claimed, self.hungry, self.more = [], True, False
+        self.claimed, self.last = [], -math.inf  # of the last claim, and when it was
+        self.hungry, self.more = True, False  # it may find something; at once even
         self.results = self.wake = None  # Delivery sets them
         self._next = -math.inf  # when the next may start
 
@@ -4190,6 +4191,8 @@ class Delivery:
     put their results into `results` and wake the loop.
     """
 
+    PAUSE = 0.02  # seconds between two claims while senders crowd
+
     def __init__(self, settings, store, clock=time.monotonic):
         self.store, self.clock = store, clock
         self.results = collections.deque()
@@ -4231,10 +4234,10 @@ class Delivery:
     def busy(self):
         return any(target.flying for target in self.targets) or self._done
 
-    def turn(self, look=False, quiet=True):
+    def turn(self, look=False, crowded=False):
         """Inside a transaction: settles what has come back, claims what can start.
 
-        Where the round is not quiet senders come first, and one message is enough.
+        In a crowded round senders come first: a message now and then is enough.
         """
         self._news = False
         now = self.clock()
@@ -4246,7 +4249,7 @@ class Delivery:
             if look:
                 target.check(now)
                 self.store.estender(target.overdue(now), lease=target.lease)
-            self.claim(target, now, target.BITE if quiet else 1)
+            self.claim(target, now, crowded)
         self._changes = self.store.changes()
         self.until = min(target.next_claim(now) for target in self.targets)
 
@@ -4274,21 +4277,23 @@ class Delivery:
         if self._done:
             self.store.processado(self._done)
 
-    def claim(self, target, now, most):
+    def claim(self, target, now, crowded):
         room, size = (0, 0) if self.closing else target.room(now)
-        if target.hungry and room > 0:
-            limit, where = min(room, most), {"source": target.source}
-            where["without"] = target.without
-            values = limit, target.lease, size
-            if target.group:
-                where |= {"quiet": target.group, "longest": 6 * target.group}
-                found = self.store.pegar_conversas(*values, **where)
-                target.claimed = [Parcel(rows, tuple(who)) for *who, rows in found]
-            else:
-                found = self.store.pegar(*values, **where)
-                target.claimed = [Parcel([row]) for row in found]
-            target.hungry = bool(target.claimed)
-            target.more = len(target.claimed) == limit < room
+        target.more = target.hungry and room > 0
+        if not target.more or (crowded and now < target.last + self.PAUSE):
+            return
+        limit, target.last = 1 if crowded else min(room, target.BITE), now
+        values = limit, target.lease, size
+        where = {"source": target.source, "without": target.without}
+        if target.group:
+            where |= {"quiet": target.group, "longest": 6 * target.group}
+            found = self.store.pegar_conversas(*values, **where)
+            target.claimed = [Parcel(rows, tuple(who)) for *who, rows in found]
+        else:
+            found = self.store.pegar(*values, **where)
+            target.claimed = [Parcel([row]) for row in found]
+        target.hungry = bool(found)
+        target.more = len(found) == limit < room
 
     def committed(self):
         """After the transaction: starts what it has claimed."""
@@ -5066,6 +5071,8 @@ class Rounds:
     something. Of those that wait for the same only the first is asked.
     """
 
+    CROWD = 8  # requests in one round
+
     def __init__(self, app, room, delivery=None):
         self.app, self.delivery = app, delivery
         self.room = room  # for so many parked requests
@@ -5113,7 +5120,7 @@ class Rounds:
                     if reply.wait:  # at once, so that the next one sees the room
                         self.enter(channel)
                 if delivery:
-                    delivery.turn(look, quiet=not asked)
+                    delivery.turn(look, crowded=len(asked) >= self.CROWD)
                 woken = self.wake([c for c in asked if c.wait_for], look)
         except sqlite3.Error as error:
             self.fail(asked + woken, self.app.failed(error))

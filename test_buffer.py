@@ -4623,6 +4623,22 @@ class PushTest(DeliveryCase):
         self.assertEqual(["processado"] * 12, self.statuses())
         self.assertEqual(4, target.busiest)
 
+    def test_where_senders_crowd_they_come_first(self):
+        held = threading.Event()
+        self.addCleanup(held.set)
+        target = self.answers(default=lambda line: held.wait(20) and False)
+        self.open(FORWARD_URL=target.url, FORWARD_CONCURRENCY="50")
+        for _ in range(50):
+            self.send()
+        begun = []
+        for passed, crowded in ((0, True), (0, True), (0.02, True), (0, False)):
+            self.steady.now += passed
+            with self.store.transaction():
+                self.delivery.turn(crowded=crowded)
+            self.delivery.committed()
+            begun.append(len(self.delivery.targets[0].flying))
+        self.assertEqual([1, 1, 2, 50], begun)
+
     def test_a_rate_bounds_how_many_start(self):
         target = self.answers()
         self.open(FORWARD_URL=target.url, FORWARD_RATE="2", FORWARD_CONCURRENCY="8")
@@ -5211,17 +5227,14 @@ class DeliveryLoopTest(Loop):
         self.until(lambda: not self.delivery.busy())
         self.assertEqual(([b"1"], 2), (target.bodies(), len(commits)))
 
-    def test_senders_come_first(self):
-        target = Answers()
-        self.addCleanup(target.close)
-        self.open(FORWARD_URL=target.url, FORWARD_CONCURRENCY="50")
-        for _ in range(50):
-            self.store.webhook(b"{}")
-        clients = [self.client(http_post()) for _ in range(5)]
-        self.until(lambda: any(map(self.heard, clients)))
-        self.assertEqual(1, len(self.delivery.targets[0].flying))
-        self.turn()
-        self.assertLess(40, len(target.requests) + len(self.delivery.targets[0].flying))
+    def test_eight_requests_in_a_round_are_a_crowd(self):
+        self.target()
+        for number in (7, 8):
+            with mock.patch.object(self.delivery, "turn") as turn:
+                clients = [self.client(http_post()) for _ in range(number)]
+                self.until(lambda c=clients: all(map(self.heard, c)))
+            crowded = [call.kwargs["crowded"] for call in turn.call_args_list]
+            self.assertEqual(number == 8, any(crowded))
 
     def test_nothing_is_started_whose_claim_was_not_committed(self):
         target = self.target()
