@@ -558,6 +558,11 @@ COUNTERS = {
     "apagadas": ("purged", "", "Messages deleted by age."),
 }
 
+# Values of a label that are there from the start.
+KNOWN = {
+    "": ("",),
+    "verdict": ("processado", "erro", "devolver", "estender", "reenviar"),
+}
 
 GAUGES = (
     ("mais_antiga", "oldest_due_seconds", "Age of the oldest message that is due."),
@@ -581,7 +586,9 @@ def families(report, histograms):
     for key, name, meaning in GAUGES:
         yield name, "gauge", meaning, [("", {}, report[key] or 0)]
     for key, (name, label, meaning) in COUNTERS.items():
-        numbers = report["contadores"][key] or ({} if label else {"": 0})
+        # a series that begins with its first event shows no increase by it
+        known = dict.fromkeys(KNOWN.get(label, ()), 0)
+        numbers = {**known, **report["contadores"][key]}
         yield f"{name}_total", "counter", meaning, labelled(label, numbers)
     for name, meaning, label, found in histograms:
         several = [buckets(labels, one) for _, labels, one in labelled(label, found)]
@@ -3360,8 +3367,8 @@ class App:
         self.flush()
         try:
             self.pressure.look()
-        except (sqlite3.Error, OSError) as error:
-            self.failed(error)
+        except (sqlite3.Error, OSError) as error:  # nobody is refused for that
+            self.trouble("look", "cannot look at the disk: %s", safe_text(error))
 
     def flush(self, **gap):
         """Logs what was kept back as a repetition."""

@@ -4080,6 +4080,13 @@ class MetricsTest(QueueCase):
         self.assertIn('route="none"', text)
         self.assertIn('route="GET /fila/{id}"', text)
 
+    def test_each_verdict_is_there_before_it_is_first_given(self):
+        """In Prometheus a sum with what is not there is nothing, and no alert."""
+        for verdict in ("processado", "erro", "devolver", "estender", "reenviar"):
+            self.assertIn(
+                f'buffer_settled_total{{verdict="{verdict}"}} 0\n', self.metrics()
+            )
+
     def test_readme_has_each_family(self):
         readme = (HERE / "README.md").read_text()
         for name in re.findall("# TYPE (\\w+)", self.everything()):
@@ -4237,10 +4244,11 @@ class PressureTest(Case):
         self.assertLess(free.call_count, 25)
         self.assertLess(pending.call_count, 25)
 
-    def test_trouble_while_looking_is_trouble_with_the_store(self):
+    def test_trouble_while_looking_refuses_nobody(self):
         with mock.patch.object(self.store, "free", side_effect=OSError(5, "I/O")):
             self.app.tick(0)
-        self.assertIn("storage trouble: OSError: I/O", self.logged())
+        self.assertIn("cannot look at the disk: OSError: I/O", self.logged())
+        self.assertEqual({}, self.store.report()["contadores"]["recusadas"])
 
 
 class BodyTest(Case):
