@@ -7204,6 +7204,17 @@ class ServiceLogTest(unittest.TestCase):
             self.assertIn("KeyError at ", last)
             self.assertNotIn("hidden", last)
 
+    def test_nor_does_that_of_a_thread(self):
+        crash = "Thread(target=int, args=['hidden']).start()"
+        code = "import buffer, threading; "
+        code += f"buffer.notify = lambda _: threading.{crash}; buffer.main([])"
+        service = Service(PYTHONPATH=HERE)
+        service.command = [sys.executable, "-c", code]
+        with service:
+            service.logged("CRITICAL crashed: ValueError")
+            service.stop()
+            self.assertNotRegex(service.log.read_text(), "hidden|Traceback")
+
 
 class ServiceTest(unittest.TestCase):
     def test_a_round_trip(self):
