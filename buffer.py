@@ -139,6 +139,36 @@ def discreet(record):
 log.addFilter(discreet)
 
 
+class Repeats:
+    """Log lines that would flood the log: the first of a kind, then one a minute."""
+
+    def __init__(self, how, clock=time.monotonic):
+        self.how, self.clock = how, clock
+        self.total = collections.Counter()
+        self._logged = {}  # kind: (when, total by then)
+        self._kept = {}  # kind: text and values of the last one that was not logged
+
+    def __call__(self, kind, text, *values, times=1):
+        self.total[kind] += times
+        self._kept[kind] = text, values
+        self.flush([kind])
+
+    def flush(self, kinds=None, gap=60):
+        """Logs what was kept back, unless its kind was logged in the last `gap` seconds:
+        without this nobody would learn how long a burst went on after its first."""
+        now = self.clock()
+        for kind in kinds or list(self._kept):
+            when, before = self._logged.get(kind, (-math.inf, 0))
+            kept = self._kept.pop(kind, None) if now - when >= gap else None
+            if kept:  # and no other thread had it
+                (text, values), total = kept, self.total[kind]
+                self._logged[kind] = now, total
+                fields = {"kind": kind, "number": total, "new": total - before}
+                values = *values, total, total - before
+                text = f"{text} (number %d, %d new)"
+                log.log(self.how, text, *values, extra={"fields": fields})
+
+
 class StartError(Exception):
     """The service cannot start. The text is one line for the operator."""
 
@@ -530,6 +560,11 @@ COUNTERS = {
     "apagadas": ("purged", "", "Messages deleted by age."),
 }
 
+# Values of a label that are there from the start.
+KNOWN = {
+    "": ("",),
+    "verdict": ("processado", "erro", "devolver", "estender", "reenviar"),
+}
 
 GAUGES = (
     ("mais_antiga", "oldest_due_seconds", "Age of the oldest message that is due."),
@@ -553,7 +588,9 @@ def families(report, histograms):
     for key, name, meaning in GAUGES:
         yield name, "gauge", meaning, [("", {}, report[key] or 0)]
     for key, (name, label, meaning) in COUNTERS.items():
-        numbers = report["contadores"][key] or ({} if label else {"": 0})
+        # a series that begins with its first event shows no increase by it
+        known = dict.fromkeys(KNOWN.get(label, ()), 0)
+        numbers = {**known, **report["contadores"][key]}
         yield f"{name}_total", "counter", meaning, labelled(label, numbers)
     for name, meaning, label, found in histograms:
         several = [buckets(labels, one) for _, labels, one in labelled(label, found)]
@@ -1428,11 +1465,13 @@ class Store:
         self.path, self.clock = os.path.abspath(path), clock
         self.most, self.backoff = max_attempts, backoff
         self._dead = collections.Counter()  # reasons of what has gone to erro
+        self._fallen = []  # reasons of what goes there with the commit to come
+        self.used_up = Repeats(logging.WARNING)
         self.erased = False  # bytes of a deleted message are still in the WAL
         self._lock = threading.RLock()
         self._at = self._now = None  # when the outermost began: in seconds, as text
         self._log = []  # (name, label) of each thing that has happened in it
-        self._marks = []  # for each transaction that is open, how long _log was before
+        self._marks = []  # for each that is open, how long _log and _fallen were before
         self._waiting = collections.Counter()  # refusals, until something is written
         self._minute = None  # the last one of which MINUTE has seen the beginning
         self._before = self._own = 0  # changes before it; changes that counting made
@@ -1546,7 +1585,7 @@ class Store:
             else:
                 self._must_be_open()
             self._db.execute(LEVELS[len(self._marks)][0])
-            self._marks.append(len(self._log))
+            self._marks.append((len(self._log), len(self._fallen)))
             return self._now
         except BaseException:
             self._lock.release()
@@ -1554,7 +1593,7 @@ class Store:
 
     def __exit__(self, failed, *_):
         try:
-            mark = self._marks.pop()
+            logged, fallen = self._marks.pop()
             _, commit, rollback = LEVELS[len(self._marks)]
             try:
                 if not failed:
@@ -1567,7 +1606,7 @@ class Store:
                 raise
             finally:
                 if failed:
-                    del self._log[mark:]
+                    del self._log[logged:], self._fallen[fallen:]
                     self._minute = None
                     if self._db.in_transaction:  # else SQLite has ended it
                         self._db.execute(rollback)
@@ -1591,6 +1630,8 @@ class Store:
         if self._db.total_changes != self._before:
             self.commits.observe(time.perf_counter() - began)
         if self._log:
+            if self._fallen:
+                self._tell_dead()
             self._log.clear()
             self._waiting.clear()
 
@@ -1802,17 +1843,22 @@ class Store:
             return len(ended)
 
     def _count_used_up(self, statuses):
-        count = list(statuses).count("erro")
-        self._log += [("esgotadas", "")] * count
-        if count:
-            log.warning("%d messages have used up their attempts, see erro", count)
+        self._log += [("esgotadas", "")] * list(statuses).count("erro")
 
     def _count_dead(self, rows):
-        for row in rows:
-            if row["status"] == "erro":
-                reason = (row["reason"] or "no reason given")[:100]
-                full = len(self._dead) >= self.REASONS and reason not in self._dead
-                self._dead["other reasons" if full else reason] += 1
+        self._fallen += [row["reason"] for row in rows if row["status"] == "erro"]
+
+    def _tell_dead(self):
+        """After the commit: what was rolled back has not gone to erro."""
+        for reason in self._fallen:
+            reason = (reason or "no reason given")[:100]
+            full = len(self._dead) >= self.REASONS and reason not in self._dead
+            self._dead["other reasons" if full else reason] += 1
+        self._fallen.clear()
+        count = self._log.count(("esgotadas", ""))
+        if count:
+            text = "messages have used up their attempts, see erro"
+            self.used_up("esgotadas", text, times=count)
 
     def dead(self, told=None):
         """How many have gone to erro here, a Counter by reasons, cut to 100 characters.
@@ -2421,36 +2467,6 @@ class Refusal(Exception):
 UNAVAILABLE = Refusal(503, "tente de novo mais tarde", [("Retry-After", "5")]).reply
 
 
-class Repeats:
-    """Log lines that would flood the log: the first of a kind, then one a minute."""
-
-    def __init__(self, how, clock=time.monotonic):
-        self.how, self.clock = how, clock
-        self.total = collections.Counter()
-        self._logged = {}  # kind: (when, total by then)
-        self._kept = {}  # kind: text and values of the last one that was not logged
-
-    def __call__(self, kind, text, *values):
-        self.total[kind] += 1
-        self._kept[kind] = text, values
-        self.flush([kind])
-
-    def flush(self, kinds=None, gap=60):
-        """Logs what was kept back, unless its kind was logged in the last `gap` seconds:
-        without this nobody would learn how long a burst went on after its first."""
-        now = self.clock()
-        for kind in kinds or list(self._kept):
-            when, before = self._logged.get(kind, (-math.inf, 0))
-            kept = self._kept.pop(kind, None) if now - when >= gap else None
-            if kept:  # and no other thread had it
-                (text, values), total = kept, self.total[kind]
-                self._logged[kind] = now, total
-                fields = {"kind": kind, "number": total, "new": total - before}
-                values = *values, total, total - before
-                text = f"{text} (number %d, %d new)"
-                log.log(self.how, text, *values, extra={"fields": fields})
-
-
 class Pressure:
     """Whether senders have to wait, since the disk or the queue is nearly full.
 
@@ -2460,11 +2476,13 @@ class Pressure:
     def __init__(self, settings, store):
         self.least, self.most = settings.min_free, settings.max_pending
         self.store = store
-        self.cause = None  # the setting for whose sake they wait
+        self.causes = ()  # the settings for whose sake they wait
+        self.cause = None  # the first of them
         self.free = self.pending = 0  # as of the last look
 
     def look(self):
-        before, self.cause = self.cause, self.found()
+        before, self.causes = self.cause, tuple(self.found())
+        self.cause = next(iter(self.causes), None)
         if self.cause and self.cause != before:
             log.warning("senders get 503: %s", self.text(self.cause))
         elif before and not self.cause:
@@ -2472,15 +2490,16 @@ class Pressure:
 
     def found(self):
         """It ends with a tenth of room, or it would begin and end for ever."""
-        least = self.least * (1.1 if self.cause == "MIN_FREE" else 1)
-        most = self.most * (0.9 if self.cause == "MAX_PENDING" else 1)
+        least = self.least * (1.1 if "MIN_FREE" in self.causes else 1)
+        most = self.most * (0.9 if "MAX_PENDING" in self.causes else 1)
         if least:
             self.free = self.store.free()
         if most:
             self.pending = int(self.store.pending())
         if self.free < least:
-            return "MIN_FREE"
-        return "MAX_PENDING" if 0 < most <= self.pending else None
+            yield "MIN_FREE"
+        if 0 < most <= self.pending:
+            yield "MAX_PENDING"
 
     def text(self, cause):
         if cause == "MIN_FREE":
@@ -3361,7 +3380,10 @@ class App:
         if wait:
             refusal = too_many(wait, refusal.reason)
         method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
-        path = re.split("[?&;=]", path)[0][:80]  # a token can follow %3F, or a slip
+        path = re.split("[?&;=]", path)[0]  # a token can follow %3F, or a slip
+        for token in {*self.good[SENDER], *self.good[WATCHER]}:
+            path = path.replace(token.decode("latin-1"), "***")
+        path = path[:80]
         method, line = method[:16], "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
@@ -3377,13 +3399,13 @@ class App:
         self.flush()
         try:
             self.pressure.look()
-        except (sqlite3.Error, OSError) as error:
-            self.failed(error)
+        except (sqlite3.Error, OSError) as error:  # nobody is refused for that
+            self.trouble("look", "cannot look at the disk: %s", safe_text(error))
 
     def flush(self, **gap):
         """Logs what was kept back as a repetition."""
-        self.refused.flush(**gap)
-        self.trouble.flush(**gap)
+        for repeats in (self.refused, self.trouble, self.store.used_up):
+            repeats.flush(**gap)
 
     def failed(self, error):
         """Logs trouble with the store; the reply for those who depended on it."""
@@ -3579,9 +3601,9 @@ class Breaker:
     def verdict(self, id_, result):
         """(delay, whether the attempt is spared) of a message that found it down."""
         first, unreachable = self.since is None, result.down == UNREACHABLE
-        # a status without the answer's text, which may hold anything
-        told = result.reason if unreachable else result.reason[:3]
-        if not self.failed(told, result.delay) or unreachable:
+        # what it answers is not for the log: it may quote the message, or what we sent
+        shown = result.reason if unreachable else f"it answers {result.reason[:3]}"
+        if not self.failed(shown, result.delay) or unreachable:
             return 0, True
         self._probes = self._probes + 1 if id_ == self._probe else 1
         self._probe = id_
@@ -3816,7 +3838,7 @@ class Courier(threading.Thread):
             except Exception as error:  # a message that cannot be sent, or our fault
                 log.exception("delivery of message %d failed", parcel.id)
                 self.hang_up()
-                result = Result("erro", f"não pôde ser enviada: {error}")
+                result = Result("erro", f"não pôde ser enviada: {safe_text(error)}")
             self.target.finish(parcel, result)
 
     def deliver(self, parcel):
@@ -3844,7 +3866,10 @@ class Courier(threading.Thread):
             if self.late or isinstance(error, TimeoutError):
                 reason = f"sem resposta em {self.target.timeout} s"
                 return Result("timeout", reason)
-            return Result("interrompida", f"resposta interrompida: {error!r}"[:500])
+            # ours hold what was to be sent, with what is secret in FORWARD_URL
+            ours = isinstance(error, (ValueError, http.client.InvalidURL))
+            shown = safe_text(error) if ours else repr(error)[:500]
+            return Result("interrompida", f"resposta interrompida: {shown}")
         finally:
             with self.lock:
                 self.until = math.inf
@@ -4064,7 +4089,7 @@ class Relay(Target):
 
     def give_up(self):
         if self.connection.is_open:
-            self.cause = TimeoutError(f"no confirm in {self.timeout} s")
+            self.cause = TimeoutError(0, f"no confirm in {self.timeout} s")
             self.connection.close()
 
     def publish(self):
@@ -4120,13 +4145,21 @@ class Relay(Target):
             self.parcels.clear()
         error = self.cause or self.why
         if not self.stopped.is_set():
-            self.breaker.failed(repr(error))
+            self.breaker.failed(self.said(error))
         code = getattr(self.cause, "reply_code", 0)  # of a channel closed by the broker
         by_message = code and code not in self.MISCONFIGURED
         if by_message and len(published) == 1:
             self.finish(published.pop(), Result("recusada", f"recusada: {error!r}"))
         self.alone = self.alone or bool(by_message)
-        self.come_back(published + waiting, repr(error))
+        self.come_back(published + waiting, self.said(error))
+
+    def said(self, error):
+        """Not of any exception: some of pika's hold what it could not send."""
+        known = (
+            self.pika.exceptions.AMQPConnectionError,
+            self.pika.exceptions.ChannelClosed,
+        )
+        return repr(error) if isinstance(error, known) else safe_text(error)
 
     def come_back(self, parcels, why="sem conexão"):
         for parcel in parcels:
@@ -4465,8 +4498,8 @@ class Alarms(threading.Thread):
         now_is, text = self.pressure, self.pressure.text
         disk = {"free": now_is.free, "limit": now_is.least}
         queue = {"messages": now_is.pending, "limit": now_is.most}
-        yield "disk", now_is.cause == "MIN_FREE", text("MIN_FREE"), disk
-        yield "queue", now_is.cause == "MAX_PENDING", text("MAX_PENDING"), queue
+        yield "disk", "MIN_FREE" in now_is.causes, text("MIN_FREE"), disk
+        yield "queue", "MAX_PENDING" in now_is.causes, text("MAX_PENDING"), queue
         yield ("erro", *self.erro(now))
         if self.settings.alert_age:
             yield ("age", *self.age(self.settings.alert_age))
@@ -5443,10 +5476,13 @@ def open_store(settings, clock):
     )
 
 
+def forwards(settings):
+    return [settings.forward_url, *(source.forward for _, source in settings.sources)]
+
+
 def open_delivery(settings, store):
     """The Delivery, if there is anywhere to deliver to; its threads run at once."""
-    forwards = [settings.forward_url, *(s.forward for _, s in settings.sources)]
-    return Delivery(settings, store) if any(forwards) else None
+    return Delivery(settings, store) if any(forwards(settings)) else None
 
 
 class JsonLines(logging.Formatter):
@@ -5487,6 +5523,8 @@ def hosted(pid):
     start_log(settings)
     if settings.alert_url:
         log.warning("ALERT_URL is told nothing: alarms need python buffer.py")
+    if any(forwards(settings)):
+        log.warning("nothing is delivered: FORWARD_URL needs python buffer.py")
     return App(settings, store), Housekeeper(settings, store)
 
 
@@ -5578,6 +5616,9 @@ def make_backup(arguments):
     The copy is checked, is one file, and holds what was on disk when it began. Nothing
     is ever overwritten.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, which leaves nothing
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
     target = os.path.abspath(arguments.file)
     if os.path.lexists(target):
         raise StartError(f"{target} is there already")
@@ -5609,6 +5650,7 @@ def run_service(_):
     settings = Settings.read(os.environ)
     start_log(settings)
     sys.excepthook = log_crash
+    threading.excepthook = lambda crash: log_crash(*crash[:3])
     clock = SteadyClock()
     store = open_store(settings, clock)
     app = App(settings, store)

@@ -882,7 +882,13 @@ class DiscreetLogTest(Case):
         self.store.webhook = fails
         self.app.refused.clock = itertools.count(step=60).__next__  # all are logged
         for token in (TOKEN, None):
-            for path in ("/webhook", "/webhook?token=hidden", "/webhook&token=hidden"):
+            for path in (
+                "/webhook",
+                "/webhook?token=hidden",
+                "/webhook&token=hidden",
+                f"/{TOKEN}/webhook",
+                f"/{'x' * 70}{TOKEN}",
+            ):
                 environ = {"PATH_INFO": path, "HTTP_X_KEY": "hidden"}
                 url = "/webhook?token=hidden&a=hidden"
                 self.call("POST", url, b"hidden", token, **environ)
@@ -2160,7 +2166,21 @@ class ReasonsTest(QueueCase):
         self.assertIn("resolvido_em", self.get("/fila/1"))
         esgotadas = self.store.report()["contadores"]["esgotadas"]
         self.assertEqual({"": 1}, esgotadas)
-        self.assertIn("1 messages have used up their attempts", self.logged())
+        self.assertIn("messages have used up their attempts", self.logged())
+
+    def test_many_that_are_used_up_are_few_lines_in_the_log(self):
+        self.store.used_up.clock = clock = Clock(0)
+        for id_ in range(1, 11):
+            self.send()
+            self.claim()
+            self.settle(id_, "devolver?em=0")
+            self.claim()
+            self.settle(id_, "devolver?em=0")
+        clock.now = 60
+        self.app.flush()
+        lines = [line for line in self.log.output if "used up" in line]
+        self.assertEqual(2, len(lines))
+        self.assertIn("number 10, 9 new", lines[1])
 
     def test_what_a_consumer_said_is_kept_until_a_replay(self):
         self.send()
@@ -4077,6 +4097,13 @@ class MetricsTest(QueueCase):
         self.assertIn('route="none"', text)
         self.assertIn('route="GET /fila/{id}"', text)
 
+    def test_each_verdict_is_there_before_it_is_first_given(self):
+        """In Prometheus a sum with what is not there is nothing, and no alert."""
+        for verdict in ("processado", "erro", "devolver", "estender", "reenviar"):
+            self.assertIn(
+                f'buffer_settled_total{{verdict="{verdict}"}} 0\n', self.metrics()
+            )
+
     def test_readme_has_each_family(self):
         readme = (HERE / "README.md").read_text()
         for name in re.findall("# TYPE (\\w+)", self.everything()):
@@ -4234,10 +4261,11 @@ class PressureTest(Case):
         self.assertLess(free.call_count, 25)
         self.assertLess(pending.call_count, 25)
 
-    def test_trouble_while_looking_is_trouble_with_the_store(self):
+    def test_trouble_while_looking_refuses_nobody(self):
         with mock.patch.object(self.store, "free", side_effect=OSError(5, "I/O")):
             self.app.tick(0)
-        self.assertIn("storage trouble: OSError: I/O", self.logged())
+        self.assertIn("cannot look at the disk: OSError: I/O", self.logged())
+        self.assertEqual({}, self.store.report()["contadores"]["recusadas"])
 
 
 class BodyTest(Case):
@@ -4312,6 +4340,15 @@ class HostedTest(Case):
         with mock.patch.dict(os.environ, {"ALERT_URL": "http://x/hidden"}):
             self.send()
         self.assertIn("ALERT_URL is told nothing", self.logged())
+        self.assertNotIn("hidden", self.logged())
+
+    def test_so_does_delivery(self):
+        for name in ("FORWARD_URL", "FORWARD_LOJA"):
+            buffer.hosted.cache_clear()
+            more = {"SECRET_LOJA": "s", "SIGN_LOJA": "github", name: "http://x/hidden"}
+            with mock.patch.dict(os.environ, more):
+                self.send()
+        self.assertEqual(2, self.logged().count("nothing is delivered"))
         self.assertNotIn("hidden", self.logged())
 
     def test_a_wrong_setting_is_503(self):
@@ -4559,6 +4596,19 @@ class PushTest(DeliveryCase):
         self.assertEqual(b"user:p@ss", base64.b64decode(headers["Authorization"][6:]))
         self.assertNotIn("@", headers["Host"])
         self.assertNotIn("p%40ss", repr(self.configured))
+
+    def test_what_cannot_be_sent_is_no_reason_to_show_the_url(self):
+        for error in (ValueError("hidden"), KeyError("hidden")):
+            with (
+                self.subTest(error),
+                mock.patch.object(buffer.Push, "address", side_effect=error),
+            ):
+                self.setUp()
+                self.open(FORWARD_URL=self.answers().url)
+                self.send()
+                self.flow()
+                self.assertEqual("pendente", self.look()["status"])
+                self.assertNotIn("hidden", self.look()["motivo"] + self.logged())
 
     def test_the_idempotency_key_is_the_event(self):
         target = self.answers()
@@ -4929,14 +4979,15 @@ class BreakerTest(DeliveryCase):
         self.flow()
         self.assertEqual(1, self.delivery.until)
 
-    def test_the_log_does_not_repeat_what_the_target_says(self):
-        target = self.answers(default=respond("503 Hidden", b"hidden"))
-        self.open(FORWARD_URL=target.url)
+    def test_what_a_target_answers_is_not_in_the_log(self):
+        answer = respond("503 hidden", b"hidden\nhidden")
+        self.open(FORWARD_URL=self.answers(default=answer).url)
         self.send()
         self.flow()
         self.after(2)
-        self.assertIn("is down, one message is tried: 503", self.logged())
-        self.assertNotIn("idden", self.logged())
+        self.assertIn("is down, one message is tried: it answers 503", self.logged())
+        self.assertNotIn("hidden", self.logged())
+        self.assertIn("hidden", self.look(1)["motivo"])
 
     def test_the_order_is_kept(self):
         port = unused_port()
@@ -5556,7 +5607,7 @@ class RelayTest(BrokerCase):
         finally:
             os.killpg(self.broker.process.pid, signal.SIGCONT)
         self.until(lambda: self.target.outcomes["conexao"])
-        self.assertEqual("TimeoutError('no confirm in 60 s')", self.look()["motivo"])
+        self.assertEqual("TimeoutError: no confirm in 60 s", self.look()["motivo"])
         self.steady.now += 31
         self.until(lambda: self.statuses() == ["processado"])
         self.assertEqual([1], [row["attempts"] for row in self.rows()])
@@ -5621,6 +5672,19 @@ def work(body, properties):
         self.turn()
         self.assertIsNone(self.target.breaker.since)
         self.assertTrue(self.target.up)
+
+
+class RelayErrorsTest(unittest.TestCase):
+    def test_an_error_that_may_hold_the_message_is_not_shown(self):
+        relay = mock.Mock(pika=library(self, "pika"))
+        known = relay.pika.exceptions.ConnectionClosedByBroker(320, "CONNECTION_FORCED")
+        self.assertIn("CONNECTION_FORCED", buffer.Relay.said(relay, known))
+        for kind in (
+            relay.pika.exceptions.ShortStringTooLong,
+            relay.pika.exceptions.UnsupportedAMQPFieldException,
+            ValueError,
+        ):
+            self.assertEqual(kind.__name__, buffer.Relay.said(relay, kind("hidden")))
 
 
 class RelaySettingsTest(unittest.TestCase):
@@ -5923,6 +5987,23 @@ class AlarmsTest(AlarmCase):
         reasons.add("prazo esgotado na última tentativa")
         self.assertEqual(dict.fromkeys(reasons, 1), alarm["reasons"])
 
+    def test_what_is_rolled_back_has_not_landed_there(self):
+        self.store.most = 1
+        self.send()
+        self.claim()
+        good, self.store._db = self.store._db, Faulty(self.store._db, "COMMIT")
+        for _ in range(3):
+            with self.assertRaises(sqlite3.Error):
+                self.store.devolver([1], reason="again")
+        self.store._db = good
+        self.assertNotIn("used up", self.logged())
+        with self.store.transaction():
+            with contextlib.suppress(ValueError), self.store.transaction():
+                self.store.devolver([1], reason="undone")
+                raise ValueError
+            self.store.devolver([1], reason="again")
+        self.assertEqual({"again": 1}, self.after(0)[0]["reasons"])
+
     def test_reasons_are_cut_and_bounded(self):
         self.dead(1, b"x" * 2000)
         self.assertEqual(["x" * 100], list(self.after(0)[0]["reasons"]))
@@ -5985,6 +6066,16 @@ class AlarmsTest(AlarmCase):
         self.claim()
         self.settle(1, "processado")
         self.assertEqual([("queue", "over")], self.states(300))
+
+    def test_a_full_disk_does_not_hide_a_full_queue(self):
+        self.app.pressure.most = 1
+        self.send()
+        self.assertEqual([("queue", "begins")], self.states(0))
+        self.free = 0
+        self.assertEqual([("disk", "begins")], self.states(400))
+        self.free = 2 << 30
+        self.assertEqual([("disk", "over")], self.states(400))
+        self.assertEqual("MAX_PENDING", self.app.pressure.cause)
 
     def test_at_most_one_of_a_kind_in_five_minutes(self):
         for minute in range(59):
@@ -7218,17 +7309,18 @@ class BackupTest(Case):
         self.assertEqual(sorted(set(steps), reverse=True), steps)  # never anew
         self.assertEqual([(3000,)], rows(self.copy, "SELECT count(*) FROM fila"))
 
-    def test_after_ctrl_c_nothing_is_left(self):
+    def test_after_a_signal_nothing_is_left(self):
         fill(self.folder / "big.sqlite", 50_000)
         env = {**os.environ, "DB_PATH": str(self.folder / "big.sqlite")}
         command = [sys.executable, str(HERE / "buffer.py"), "backup", str(self.copy)]
-        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE) as process:
-            while not list(self.copy.parent.glob("*/copy")):
-                self.assertIsNone(process.poll())
-            process.send_signal(signal.SIGINT)
-            self.assertEqual(b"", process.stderr.read())
-        self.assertEqual(130, process.returncode)
-        self.assertEqual([], os.listdir(self.copy.parent))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            with subprocess.Popen(command, env=env, stderr=subprocess.PIPE) as process:
+                while not list(self.copy.parent.glob("*/copy")):
+                    self.assertIsNone(process.poll())
+                process.send_signal(number)
+                self.assertEqual(b"", process.stderr.read())
+            self.assertEqual(130, process.returncode)
+            self.assertEqual([], os.listdir(self.copy.parent))
 
 
 class ServiceLogTest(unittest.TestCase):
@@ -7274,6 +7366,17 @@ class ServiceLogTest(unittest.TestCase):
                 last = service.log.read_text().splitlines()[-1]
             self.assertIn("KeyError at ", last)
             self.assertNotIn("hidden", last)
+
+    def test_nor_does_that_of_a_thread(self):
+        crash = "Thread(target=int, args=['hidden']).start()"
+        code = "import buffer, threading; "
+        code += f"buffer.notify = lambda _: threading.{crash}; buffer.main([])"
+        service = Service(PYTHONPATH=HERE)
+        service.command = [sys.executable, "-c", code]
+        with service:
+            service.logged("CRITICAL crashed: ValueError")
+            service.stop()
+            self.assertNotRegex(service.log.read_text(), "hidden|Traceback")
 
 
 class ServiceTest(unittest.TestCase):
