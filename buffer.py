@@ -1712,14 +1712,16 @@ class Store:
         """(source, key, ids) of conversations that fit; of each up to so many messages.
 
         The first is cut when it does not fit. The others are passed over, and one of
-        them is the first of a claim to come.
+        them is the first of a claim to come; but few where all are long, since each
+        that is looked at takes its time.
         """
-        chosen, room = [], self.MANY
+        chosen, room, look = [], self.MANY, 2 * self.MANY
         for found in conversations:
             source, key = found["source"], found["group_key"]
             rows = self._run(
                 OF_GROUP, source=source, group_key=key, limit=each, most=self.most
             )
+            look -= len(rows)
             sizes = list(itertools.accumulate(row["size"] or 0 for row in rows))
             fit = sum(size <= max_bytes for size in sizes[:room])
             if not chosen:
@@ -1728,7 +1730,7 @@ class Store:
                 key = key if isinstance(key, str) else None
                 chosen.append((source or None, key, [row["id"] for row in rows[:fit]]))
                 room, max_bytes = room - fit, max_bytes - sizes[fit - 1]
-            if len(chosen) == limit or room <= 0 or max_bytes <= 0:
+            if len(chosen) == limit or min(room, max_bytes, look) <= 0:
                 break
         return chosen
 
@@ -1907,7 +1909,9 @@ class Store:
         """Erases a message and its bytes; whether there was one."""
         with self.transaction():
             found = self._delete([id_])
-            self.erased = self.erased or found > 0
+            if found:
+                self.erased = True
+                self.gather(self.NEW)  # its conversation may be a phone number
             return found > 0
 
     def _delete(self, ids):

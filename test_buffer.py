@@ -2725,6 +2725,14 @@ class ConversationOptionsTest(ConversationCase):
             self.done(1, 2, 3)
             self.assertEqual([("a", [4]), ("c", [7, 8])], self.after(0))
 
+    def test_a_claim_looks_at_few_that_are_too_long_for_it(self):
+        with mock.patch.object(buffer.Store, "MANY", 3):
+            self.say("a", *[f"p{n}" for n in range(20)] * 3)
+            with mock.patch.object(self.store, "_run", wraps=self.store._run) as run:
+                self.assertEqual([("a", [1])], self.after(8))
+        looked = [call for call in run.mock_calls if buffer.OF_GROUP in call.args]
+        self.assertEqual(3, len(looked))
+
 
 class ConversationsAndPoisonTest(ConversationCase):
     """A consumer dies of one message; nobody knows of which conversation."""
@@ -2885,6 +2893,15 @@ class ConversationsKeptTest(ConversationCase):
             self.assertEqual(204, self.call("DELETE", f"/fila/{id_}")[0])
         self.say("a")
         self.assertEqual([("b", [4, 5]), ("a", [6])], self.after(8))
+
+    def test_the_key_of_an_erased_message_is_gone_from_the_file(self):
+        self.say("5511987", "5511988")
+        self.after(8)
+        self.assertEqual(204, self.call("DELETE", "/fila/1")[0])
+        database = pathlib.Path(self.configured.db_path)
+        log = database.with_name(f"{database.name}-wal")
+        written = database.read_bytes() + log.read_bytes()
+        self.assertEqual((False, True), (b"5511987" in written, b"5511988" in written))
 
     def test_what_is_purged_leaves_nothing_behind(self):
         self.say("a", "b")
