@@ -854,14 +854,15 @@ CREATE INDEX conversas_oldest_source ON conversas(source, oldest, first)
  WHERE first IS NOT NULL AND source <> ''""",
     f"""
 CREATE TRIGGER conversas_update
- AFTER UPDATE OF status, available_at, attempts, lost ON fila
+ AFTER UPDATE OF status, available_at, attempts, lost, size ON fila
 BEGIN
 INSERT INTO mudadas
 VALUES (coalesce(new.source, ''), coalesce(new.group_key, new.id), {STATE.format("new")},
         new.id, coalesce(new.created_at, ''), new.size, new.attempts, new.lost,
         {STATE.format("old")})
     ON CONFLICT (id) DO UPDATE
-   SET state = excluded.state, attempts = excluded.attempts, lost = excluded.lost;
+   SET state = excluded.state, attempts = excluded.attempts, lost = excluded.lost,
+       size = excluded.size;
 END""",
     f"""
 CREATE TRIGGER conversas_delete AFTER DELETE ON fila

@@ -2869,6 +2869,16 @@ class ConversationsKeptTest(ConversationCase):
         self.say("a")
         self.assertEqual([("a", [4])], self.after(8))
 
+    def test_the_size_of_the_old_programs_messages_counts_once_it_is_known(self):
+        self.say("a")
+        self.sqlite("INSERT INTO fila (payload) SELECT 'long' FROM fila")
+        self.sqlite("UPDATE fila SET group_key = 'a' WHERE id = 2")
+        self.store.gather(10)
+        self.store.close()
+        self.open(MAX_BATCH_BYTES="13")  # 10 and 4 are over it
+        self.clock.now = time.time()
+        self.assertEqual([("a", [1])], self.after(8))
+
     def test_another_process_hands_out_by_the_same_rule(self):
         other = buffer.open_store(self.configured, self.clock)
         self.addCleanup(other.close)
