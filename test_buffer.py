@@ -8928,7 +8928,11 @@ end
 
 
 def conversations():
-    """Claims of 50 conversations beside claims of as many plain messages."""
+    """Claims of 50 conversations beside plain claims of as many, and of as many messages.
+
+    500 messages cost more than three times 50 however they are claimed: of each the row
+    is written, the payload read, checked and sent.
+    """
     few, many, single, grouped = [], [], [], []
     plain = few, "limite=50", 50, 50
     ten_each = grouped, "limite=50&agrupar=86400", 50, 500
@@ -8951,17 +8955,15 @@ def conversations():
         1000 * statistics.median(times) for times in (few, many, single, grouped)
     )
     yield "50 messages", f"{few:6.2f} ms"
-    yield "500 messages", f"{many:6.2f} ms"
+    yield "500 messages", f"{many:6.2f} ms, {many / few:.1f} times as much"
     yield "50 with serie=1", f"{single:6.2f} ms"
-    yield "50 conversations", f"{grouped:6.2f} ms"
-    yield "serie=1 / 50 plain", f"{single / few:6.2f}", "at most 3", single <= 3 * few
-    yield "ten each / 500 plain", f"{grouped / many:6.2f}"
-    yield (
-        "ten each / 50 plain",
-        f"{grouped / few:6.2f}",
-        "at most 3",
-        grouped <= 3 * few,
-    )
+    yield "50 conversations", f"{grouped:6.2f} ms, of ten messages each"
+    for what, ratio, reading in (
+        ("serie=1", single / few, "50 messages, of as many conversations / 50"),
+        ("per message", grouped / many, "500 messages, of 50 conversations / 500"),
+        ("per conversation", grouped / few, "50 conversations, of 500 messages / 50"),
+    ):
+        yield what, f"{ratio:6.2f}  {reading}", "at most 3", ratio <= 3
 
 
 def ask(line, path, body=None):
