@@ -893,14 +893,15 @@ CREATE INDEX conversas_oldest_source ON conversas(source, oldest, first)
  WHERE first IS NOT NULL AND source <> ''""",
     f"""
 CREATE TRIGGER conversas_update
- AFTER UPDATE OF status, available_at, attempts, lost ON fila
+ AFTER UPDATE OF status, available_at, attempts, lost, size ON fila
 BEGIN
 INSERT INTO mudadas
 VALUES (coalesce(new.source, ''), coalesce(new.group_key, new.id), {STATE.format("new")},
         new.id, coalesce(new.created_at, ''), new.size, new.attempts, new.lost,
         {STATE.format("old")})
     ON CONFLICT (id) DO UPDATE
-   SET state = excluded.state, attempts = excluded.attempts, lost = excluded.lost;
+   SET state = excluded.state, attempts = excluded.attempts, lost = excluded.lost,
+       size = excluded.size;
 END""",
     f"""
 CREATE TRIGGER conversas_delete AFTER DELETE ON fila
@@ -1773,14 +1774,16 @@ class Store:
         """(source, key, ids) of conversations that fit; of each up to so many messages.
 
         The first is cut when it does not fit. The others are passed over, and one of
-        them is the first of a claim to come.
+        them is the first of a claim to come; but few where all are long, since each
+        that is looked at takes its time.
         """
-        chosen, room = [], self.MANY
+        chosen, room, look = [], self.MANY, 2 * self.MANY
         for found in conversations:
             source, key = found["source"], found["group_key"]
             rows = self._run(
                 OF_GROUP, source=source, group_key=key, limit=each, most=self.most
             )
+            look -= len(rows)
             sizes = list(itertools.accumulate(row["size"] or 0 for row in rows))
             fit = sum(size <= max_bytes for size in sizes[:room])
             if not chosen:
@@ -1789,7 +1792,7 @@ class Store:
                 key = key if isinstance(key, str) else None
                 chosen.append((source or None, key, [row["id"] for row in rows[:fit]]))
                 room, max_bytes = room - fit, max_bytes - sizes[fit - 1]
-            if len(chosen) == limit or room <= 0 or max_bytes <= 0:
+            if len(chosen) == limit or min(room, max_bytes, look) <= 0:
                 break
         return chosen
 
@@ -1985,7 +1988,9 @@ class Store:
         """Erases a message and its bytes; whether there was one."""
         with self.transaction():
             found = self._delete([id_])
-            self.erased = self.erased or found > 0
+            if found:
+                self.erased = True
+                self.gather(self.NEW)  # its conversation may be a phone number
             return found > 0
 
     def _delete(self, ids):
