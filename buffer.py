@@ -691,7 +691,7 @@ CREATE TABLE IF NOT EXISTS eventos (
 INDEXES = """
 DROP INDEX IF EXISTS idx_fila_status;
 CREATE INDEX IF NOT EXISTS fila_queue
-    ON fila(status, available_at, id, size, lost, attempts, source);
+    ON fila(status, available_at, id, size, lost, attempts);
 CREATE INDEX IF NOT EXISTS fila_source
     ON fila(source, status, available_at, id, size, lost, attempts)
  WHERE source IS NOT NULL;
@@ -711,12 +711,13 @@ CREATE INDEX IF NOT EXISTS fila_reason ON fila(reason, id, size, source, status)
  WHERE status = 'erro'
 """
 
-# The index as it was when a claim could not leave sources out.
-OLD_QUEUE = """
-SELECT name
-  FROM sqlite_master
- WHERE name = 'fila_queue'
-   AND sql NOT LIKE '%source%'"""
+# For delivery to one place, when some sources have a place of their own: it must not walk
+# past what waits for them. It would cost senders, so it is only there while it is needed.
+PLAIN_INDEX = """
+CREATE INDEX IF NOT EXISTS fila_plain
+    ON fila(status, available_at, id, size, lost, attempts)
+ WHERE source IS NULL"""
+NO_PLAIN_INDEX = "DROP INDEX IF EXISTS fila_plain"
 
 # What has happened since the file was made, as the methods of Store count it, and how
 # many messages there are: name is their status, label their source or nothing. The
@@ -887,10 +888,10 @@ CREATE INDEX conversas_newest ON conversas(newest, first) WHERE first IS NOT NUL
 CREATE INDEX conversas_oldest ON conversas(oldest, first) WHERE first IS NOT NULL""",
     """
 CREATE INDEX conversas_newest_source ON conversas(source, newest, first)
- WHERE first IS NOT NULL AND source <> ''""",
+ WHERE first IS NOT NULL""",
     """
 CREATE INDEX conversas_oldest_source ON conversas(source, oldest, first)
- WHERE first IS NOT NULL AND source <> ''""",
+ WHERE first IS NOT NULL""",
     f"""
 CREATE TRIGGER conversas_update
  AFTER UPDATE OF status, available_at, attempts, lost, size ON fila
@@ -1248,21 +1249,21 @@ OF_SOURCE.update(
     (
         sql,
         re.sub("(conversas_newest|conversas_oldest)", r"\1_source", sql).replace(
-            "WHERE", "WHERE source <> ''\n   AND source = :source\n   AND"
+            "WHERE", "WHERE source = :source\n   AND"
         ),
     )
     for sql in (QUIET, WAITED, SET_BACK)
 )
 
-# Delivery to one place leaves out the sources that have a place of their own.
-LEAVING_OUT = {
-    sql: sql.replace(
-        " ORDER BY",
-        """   AND coalesce(source, '') NOT IN (SELECT value FROM json_each(:without))
- ORDER BY""",
-    )
-    for sql in (DUE, QUIET, WAITED, SET_BACK)
-}
+DUE_PLAIN = DUE.replace("fila_queue", "fila_plain").replace(
+    "WHERE", "WHERE source IS NULL\n   AND"
+)
+
+SOURCES = """
+SELECT label
+  FROM contadores
+ WHERE name = 'pendente'
+   AND n > 0"""
 
 # It steps from source to source in the index: two look-ups for each that sends ids.
 EVENTO = """
@@ -1534,8 +1535,6 @@ class Store:
             for name, kind in NEW_COLUMNS.items():
                 if name not in columns:
                     self._run(f"ALTER TABLE fila ADD COLUMN {name} {kind}")
-            for row in self._run(OLD_QUEUE):
-                self._run(f"DROP INDEX {row['name']}")
             for statement in INDEXES.split(";"):
                 self._run(statement)
             self._run(MINUTES_TABLE)
@@ -1704,15 +1703,29 @@ class Store:
             if in_work is not None:
                 [[busy]] = self._run(IN_WORK, now=now, limit=in_work)
                 limit = min(limit, in_work - busy)
-            where = {"limit": 2 * limit, "most": self.most}
-            if without:
-                rows = self._run(LEAVING_OUT[DUE], without=json.dumps(without), **where)
-            else:
-                rows = self._run_of(DUE, source, **where)
+            rows = self._due(source, without, limit=2 * limit, most=self.most)
             if limit <= 0 or not rows:
                 return []
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
             return self._lease(ids, lease, now, claim=len(ids))
+
+    def _due(self, source, without, **where):
+        if not without:
+            return self._run_of(DUE, source, **where)
+        rows = self._run(DUE_PLAIN, **where)
+        for name in filter(None, self._others(without)):
+            rows += self._run_of(DUE, name, **where)
+        return sorted(rows, key=lambda row: row["id"])[: where["limit"]]
+
+    def _others(self, without):
+        """Sources of which something is pendente, without some; '' is no source."""
+        names = [name for (name,) in self._run(SOURCES)]
+        return [name for name in names if name not in without]
+
+    def leave_out(self, is_needed):
+        """Makes claims `without` sources possible, which pegar() needs first; or ends
+        what that costs."""
+        self._run(PLAIN_INDEX if is_needed else NO_PLAIN_INDEX)
 
     def pegar_conversas(
         self,
@@ -1762,11 +1775,9 @@ class Store:
         times = {"waited": utc(now - longest), "quiet": utc(now - quiet)}
         times["soon"] = utc(now + 60)
         found = {}
-        for sql in (WAITED, QUIET, SET_BACK):
-            if without:
-                times["without"] = json.dumps(without)
-                sql = LEAVING_OUT[sql]
-            for row in self._run_of(sql, source, limit=limit, **times):
+        sources = self._others(without) if without else [source]
+        for sql, name in itertools.product((WAITED, QUIET, SET_BACK), sources):
+            for row in self._run_of(sql, name, limit=limit, **times):
                 found[row["source"], row["group_key"]] = row
         return sorted(found.values(), key=lambda row: row["first"])
 
@@ -4258,6 +4269,7 @@ class Delivery:
         if places[-1][1]:
             without = [target.source for target in self.targets[:-1]]
             self.targets[-1].without = without
+        store.leave_out(any(target.without for target in self.targets))
 
     def wake(self):
         """Called by any thread after it has put something into `results`."""
@@ -5487,7 +5499,10 @@ def forwards(settings):
 
 def open_delivery(settings, store):
     """The Delivery, if there is anywhere to deliver to; its threads run at once."""
-    return Delivery(settings, store) if any(forwards(settings)) else None
+    if any(forwards(settings)):
+        return Delivery(settings, store)
+    store.leave_out(False)
+    return None
 
 
 class JsonLines(logging.Formatter):

@@ -4765,17 +4765,46 @@ class PushTest(DeliveryCase):
         self.turn()
         self.assertEqual([2], [item["id"] for item in self.claim()])
 
-    def test_leaving_out_sources_uses_the_index_alone(self):
-        plan = self.rows(
-            f"EXPLAIN QUERY PLAN {buffer.LEAVING_OUT[buffer.DUE]}".replace(
-                ":most", "10"
-            )
-            .replace(":limit", "1")
-            .replace(":without", "'[]'")
-        )
-        self.assertIn(
-            "USING COVERING INDEX fila_queue", " ".join(row["detail"] for row in plan)
-        )
+    def test_what_waits_for_one_place_costs_the_others_nothing(self):
+        """Claims beside 10 and beside 1,000 messages of a source that is left out."""
+        signs = {"SECRET_LOJA": "s", "SIGN_LOJA": "X-T - -", "GROUP_KEY": "$.de"}
+        self.open(**signs)
+        self.store.leave_out(True)
+        self.store.group()
+        steps = []
+
+        def measured(claim, **options):
+            count = itertools.count()
+            self.store._db.set_progress_handler(lambda: next(count) and 0, 1)
+            self.assertTrue(claim(1, 60, 10**6, without=["loja"], **options))
+            self.store._db.set_progress_handler(None, 1)
+            steps.append(next(count))
+
+        for number in (10, 1000):
+            with self.store.transaction():
+                for n in range(number):
+                    self.store.webhook(b"{}", source="loja", group_key=f"a{n}")
+                for n in range(2):
+                    self.store.webhook(b"{}", group_key=f"{number} {n}")
+                    self.store.webhook(b"{}", source="outra", group_key=f"{number} {n}")
+            self.store.gather(10**6)
+            self.clock.now += 10
+            measured(self.store.pegar)
+            self.store.gather(10**6)
+            measured(self.store.pegar_conversas, quiet=8, longest=48)
+        self.assertLess(steps[2], 1.5 * steps[0])
+        self.assertLess(steps[3], 1.5 * steps[1])
+
+    def test_the_index_for_it_is_there_while_it_is_needed(self):
+        def names():
+            return [row["name"] for row in self.rows("SELECT name FROM sqlite_master")]
+
+        url = self.answers().url
+        signs = {"SECRET_LOJA": "s", "SIGN_LOJA": "X-T - -"}
+        self.open(FORWARD_URL=url, FORWARD_LOJA=url, **signs)
+        self.assertIn("fila_plain", names())
+        buffer.open_delivery(buffer.Settings.read({"TOKEN": TOKEN}), self.store)
+        self.assertNotIn("fila_plain", names())
 
 
 class TlsTest(DeliveryCase):
