@@ -536,6 +536,12 @@ GAUGES = (
     ("livre", "disk_free_bytes", "Free space on its disk."),
 )
 
+TALKS = (
+    ("esperando", "waiting", "Conversations that wait, up to 10,000."),
+    ("mais_antiga", "oldest_seconds", "Age of the oldest conversation that waits."),
+    ("em_trabalho", "in_work", "Conversations in work, up to 10,000."),
+)
+
 
 def families(report, histograms):
     """What Prometheus gets to read: families (name, type, meaning, samples), a sample
@@ -550,6 +556,9 @@ def families(report, histograms):
     yield "messages", "gauge", "Messages by status and source.", messages
     for key, name, meaning in GAUGES:
         yield name, "gauge", meaning, [("", {}, report[key] or 0)]
+    for key, name, meaning in TALKS if report["conversas"] else ():
+        number = report["conversas"][key] or 0
+        yield f"conversations_{name}", "gauge", meaning, [("", {}, number)]
     for key, (name, label, meaning) in COUNTERS.items():
         numbers = report["contadores"][key] or ({} if label else {"": 0})
         yield f"{name}_total", "counter", meaning, labelled(label, numbers)
@@ -966,6 +975,16 @@ SELECT source, group_key, first, attempts, lost
    AND oldest <= :waited
  ORDER BY oldest, first
  LIMIT :limit"""
+
+# How many go out, now or once they are silent, up to :limit; since when the first waits.
+GROUPS_WAITING = """
+SELECT count(*), max(0, :epoch - CAST(strftime('%s', min(oldest)) AS INTEGER))
+  FROM (SELECT oldest
+          FROM conversas INDEXED BY conversas_oldest
+         WHERE first IS NOT NULL
+           AND oldest > ''
+         ORDER BY oldest
+         LIMIT :limit)"""
 
 GROUPS_IN_WORK = """
 SELECT count(*)
@@ -1395,6 +1414,7 @@ class Store:
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
     REASONS = 100  # that dead() tells apart
+    COUNTED = 10_000  # conversations up to which report() counts
     MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
     NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
 
@@ -1959,12 +1979,23 @@ class Store:
                     for source, n in counted[status].items()
                 ],
                 "mais_antiga": self.oldest_due(),
+                "conversas": self._conversations(epoch),
                 "por_minuto": self._minutes(epoch // 60),
                 "contadores": {name: counted[name] for name in COUNTERS},
                 "arquivo": os.path.getsize(self.path),
                 "wal": size_of(f"{self.path}-wal"),
                 "livre": self.free(),
             }
+
+    def _conversations(self, epoch):
+        """How many wait, for how long the first, and how many are in work; None where
+        nobody asks for conversations."""
+        if not self._run(IS_GROUPED):
+            return None
+        limit = self.COUNTED
+        [[waiting, age]] = self._run(GROUPS_WAITING, limit=limit, epoch=epoch)
+        [[working]] = self._run(GROUPS_IN_WORK, limit=limit)
+        return {"esperando": waiting, "mais_antiga": age, "em_trabalho": working}
 
     def _minutes(self, now):
         """[seconds since the epoch, received, settled] of the last 60 minutes."""
@@ -2393,6 +2424,7 @@ Version = Versão
 motivo = Reason = Motivo
 fonte = Source = Fonte
 caminho = Path = Caminho
+metodo = Method = Método
 evento = Event = Evento
 chave = Conversation = Conversa
 tentativa = Attempts = Tentativas
@@ -2439,17 +2471,17 @@ PAGE = r"""<!doctype html>
 [hidden] { display: none !important }
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: .75rem }
 section, dialog, #login { padding: 1rem; border: 1px solid var(--line); border-radius: .75rem }
-button, input, select, textarea { font: inherit; padding: .4rem .8rem; border: 1px solid var(--line); border-radius: .5rem }
-button:hover, button[aria-pressed=true] { border-color: var(--blue) }
-.stack { display: grid; gap: .75rem; margin-bottom: .75rem }
-.row { display: flex; flex-wrap: wrap; gap: .75rem; align-items: end }
+button, input, select { font: inherit; padding: .4rem .8rem; border: 1px solid var(--line); border-radius: .5rem; background: Canvas }
+button:hover, [aria-pressed=true] { border-color: currentColor }
+td button { padding: 0; border: 0; text-decoration: underline; color: var(--blue) }
+.stack { display: grid; gap: .75rem }
+.row { display: flex; flex-wrap: wrap; gap: .75rem; align-items: end } .grow { flex: 1 1 11rem }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(11rem, 45%), 1fr)); gap: .75rem }
-.grow { flex: 1 1 11rem }
-h1, h2 { font-size: 1.125rem }
+h1, h2 { font-size: 1.125rem; outline: none }
 small, dt, label { display: block; color: var(--soft); font-size: .875rem }
 dd, pre, #what { white-space: pre-wrap; max-height: 45vh; overflow: auto }
 dialog, #login { margin: auto; width: fit-content }
-#counts b { display: block; font-size: 1.75rem }
+b { display: block; overflow-wrap: normal } #counts b { font-size: 1.75rem }
 svg { width: 100%; height: 8rem; border-bottom: 1px solid var(--line) }
 table { border-collapse: collapse }
 th, td { padding: .5rem .75rem .5rem 0; border-top: 1px solid var(--line); text-align: left; vertical-align: top }
@@ -2481,7 +2513,7 @@ th, td { padding: .5rem .75rem .5rem 0; border-top: 1px solid var(--line); text-
   <h2 id="body">Payload</h2><pre id="payload" tabindex="0" role="region" aria-labelledby="body"></pre>
   <details><summary>Headers and query</summary><dl id="headers" class="grid"></dl></details></div></dialog>
 <dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what"><form class="stack" method="dialog">
-  <h2 id="question"></h2><p id="what"></p><label id="because" class="stack">Reason (optional) <textarea id="reason"></textarea></label>
+  <h2 id="question"></h2><p id="what"></p><label id="because" class="stack">Reason (optional) <input id="reason"></label>
   <div class="row"><button autofocus>Cancel</button><button id="yes" value="yes"></button></div></form></dialog>
 <script>"use strict"
 const lang = document.documentElement.lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
@@ -5414,6 +5446,8 @@ def status_table(report):
         facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
     for key, name in ("arquivo", "database"), ("wal", "WAL"), ("livre", "disk free"):
         facts.append((name, f"{report[key] / (1 << 20):.1f} MiB"))
+    for key, name, _ in TALKS if report["conversas"] else ():
+        facts.append((f"conversations_{name}", report["conversas"][key] or 0))
     for key, (name, *_) in COUNTERS.items():
         for label, n in report["contadores"][key].items() or [("", 0)]:
             facts.append((f"{name} {label}".strip(), n))
