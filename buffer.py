@@ -2484,7 +2484,7 @@ dialog, #login { margin: auto; width: fit-content }
 b { display: block; overflow-wrap: normal } #counts b { font-size: 1.75rem }
 svg { width: 100%; height: 8rem; border-bottom: 1px solid var(--line) }
 table { border-collapse: collapse }
-th, td { padding: .5rem .75rem .5rem 0; border-top: 1px solid var(--line); text-align: left; vertical-align: top }
+th, td { min-width: 6rem; padding: .5rem .5rem .5rem 0; border-top: 1px solid var(--line); text-align: left; vertical-align: top }
 .pendente { color: var(--blue) } .processando, .sondando, .bloqueado { color: var(--amber) }
 .processado, #news { color: var(--green) } .erro, .parado, .trouble, .apagar { color: var(--red) }
 </style>
