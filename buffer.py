@@ -2471,7 +2471,7 @@ PAGE = r"""<!doctype html>
 [hidden] { display: none !important }
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: .75rem }
 section, dialog, #login { padding: 1rem; border: 1px solid var(--line); border-radius: .75rem }
-button, input, select { font: inherit; padding: .4rem .8rem; border: 1px solid var(--line); border-radius: .5rem; background: Canvas }
+button, input, select, textarea { font: inherit; padding: .4rem .8rem; border: 1px solid var(--line); border-radius: .5rem; background: Canvas }
 button:hover, [aria-pressed=true] { border-color: currentColor }
 td button { padding: 0; border: 0; text-decoration: underline; color: var(--blue) }
 .stack { display: grid; gap: .75rem }
@@ -2513,7 +2513,7 @@ th, td { min-width: 6rem; padding: .5rem .5rem .5rem 0; border-top: 1px solid va
   <h2 id="body">Payload</h2><pre id="payload" tabindex="0" role="region" aria-labelledby="body"></pre>
   <details><summary>Headers and query</summary><dl id="headers" class="grid"></dl></details></div></dialog>
 <dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what"><form class="stack" method="dialog">
-  <h2 id="question"></h2><p id="what"></p><label id="because" class="stack">Reason (optional) <input id="reason"></label>
+  <h2 id="question"></h2><p id="what"></p><label id="because" class="stack">Reason (optional) <textarea id="reason"></textarea></label>
   <div class="row"><button autofocus>Cancel</button><button id="yes" value="yes"></button></div></form></dialog>
 <script>"use strict"
 const lang = document.documentElement.lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
@@ -2631,7 +2631,7 @@ async function reasons() {
     button("reenviar", () => replay(motivo, fonte), `${t("do reenviar")}: ${counted(quantidade)}`), motivo ?? t("no reason given")])) }
 async function refresh() { // takes at most a twentieth of the time, none while nobody looks
   const began = Date.now()
-  if (!document.hidden) try {
+  if (saved.token && !document.hidden) try {
     show(await json("painel/dados"))
     if (!$("one").open && !$("rows").matches(":hover, :focus-within") && getSelection().isCollapsed) await list()
     put({ trouble: "" })
@@ -2658,7 +2658,7 @@ document.addEventListener("visibilitychange", refresh)
 put({ refused: saved.refused })
 $("login").hidden = !!saved.token, $("inside").hidden = $("leave").hidden = !saved.token
 $(saved.token ? "now" : "token").focus()
-if (saved.token) refresh()
+refresh()
 </script>
 """
 

@@ -3142,6 +3142,7 @@ class ListTest(QueueCase):
         self.assertEqual({"a": text}, whole[0]["payload"])
         self.assertNotIn("cortado", whole[0])
         self.assertEqual(text, self.get("/fila/10")["payload"])
+        self.assertEqual(cut[1], self.get("/fila/10?completo=0"))
         self.store._run(
             "UPDATE fila SET payload = 'a' || char(0) || payload, size = NULL"
         )
@@ -6267,6 +6268,8 @@ class BrowserTest(unittest.TestCase):
             "return Object.values(sessionStorage).join('') + document.cookie"
         )
         self.assertEqual(("", "token"), (kept, self.focused()))
+        again = "return refresh().then(() => saved.refused)"  # asks for nothing
+        self.assertEqual("", self.browser.execute_script(again))
 
     def test_a_webhook_shows_up_by_itself(self):
         self.log_in()
