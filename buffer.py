@@ -573,6 +573,12 @@ GAUGES = (
     ("livre", "disk_free_bytes", "Free space on its disk."),
 )
 
+TALKS = (
+    ("esperando", "waiting", "Conversations that wait, up to 10,000."),
+    ("mais_antiga", "oldest_seconds", "Age of the oldest conversation that waits."),
+    ("em_trabalho", "in_work", "Conversations in work, up to 10,000."),
+)
+
 
 def families(report, histograms):
     """What Prometheus gets to read: families (name, type, meaning, samples), a sample
@@ -587,6 +593,9 @@ def families(report, histograms):
     yield "messages", "gauge", "Messages by status and source.", messages
     for key, name, meaning in GAUGES:
         yield name, "gauge", meaning, [("", {}, report[key] or 0)]
+    for key, name, meaning in TALKS if report["conversas"] else ():
+        number = report["conversas"][key] or 0
+        yield f"conversations_{name}", "gauge", meaning, [("", {}, number)]
     for key, (name, label, meaning) in COUNTERS.items():
         # a series that begins with its first event shows no increase by it
         known = dict.fromkeys(KNOWN.get(label, ()), 0)
@@ -1007,6 +1016,16 @@ SELECT source, group_key, first, attempts, lost
    AND oldest <= :waited
  ORDER BY oldest, first
  LIMIT :limit"""
+
+# How many go out, now or once they are silent, up to :limit; since when the first waits.
+GROUPS_WAITING = """
+SELECT count(*), max(0, :epoch - CAST(strftime('%s', min(oldest)) AS INTEGER))
+  FROM (SELECT oldest
+          FROM conversas INDEXED BY conversas_oldest
+         WHERE first IS NOT NULL
+           AND oldest > ''
+         ORDER BY oldest
+         LIMIT :limit)"""
 
 GROUPS_IN_WORK = """
 SELECT count(*)
@@ -1450,6 +1469,7 @@ class Store:
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
     REASONS = 100  # that dead() tells apart
+    COUNTED = 10_000  # conversations up to which report() counts
     MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
     NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
 
@@ -2053,12 +2073,23 @@ class Store:
                     for source, n in counted[status].items()
                 ],
                 "mais_antiga": self.oldest_due(),
+                "conversas": self._conversations(epoch),
                 "por_minuto": self._minutes(epoch // 60),
                 "contadores": {name: counted[name] for name in COUNTERS},
                 "arquivo": os.path.getsize(self.path),
                 "wal": size_of(f"{self.path}-wal"),
                 "livre": self.free(),
             }
+
+    def _conversations(self, epoch):
+        """How many wait, for how long the first, and how many are in work; None where
+        nobody asks for conversations."""
+        if not self._run(IS_GROUPED):
+            return None
+        limit = self.COUNTED
+        [[waiting, age]] = self._run(GROUPS_WAITING, limit=limit, epoch=epoch)
+        [[working]] = self._run(GROUPS_IN_WORK, limit=limit)
+        return {"esperando": waiting, "mais_antiga": age, "em_trabalho": working}
 
     def _minutes(self, now):
         """[seconds since the epoch, received, settled] of the last 60 minutes."""
@@ -2434,6 +2465,317 @@ def find_word(word, request):
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) else None
+
+
+# The page
+
+# A browser must not keep what it shows, nor take it for something else.
+PRIVATE = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
+
+# What it says. Key, English, Portuguese; where there are two, the English is the key.
+PAGE_WORDS = """
+Log out = Sair
+Log in = Entrar
+Now = Agora
+The last hour, by minute = Última hora, por minuto
+Messages = Mensagens
+Message = Mensagem
+Source = Fonte
+Id of message or event = Id da mensagem ou do evento
+Search = Buscar
+No messages. = Nenhuma mensagem.
+Newer = Mais novas
+Older = Mais antigas
+Close = Fechar
+Payload = Conteúdo
+Headers and query = Cabeçalhos e query
+Reason (optional) = Motivo (opcional)
+Cancel = Cancelar
+all = todas
+pendente = pending = pendente
+processando = in work = processando
+processado = done = processado
+erro = failed = erro
+message = mensagem
+messages = mensagens
+received = recebidas
+settled = resolvidas
+at most = no máximo
+Waiting longest = Maior espera
+Conversations = Conversas
+esperando = waiting = esperando
+em_trabalho = in work = em trabalho
+the oldest = a mais antiga
+Delivery = Entrega
+fluindo = flowing = fluindo
+sondando = probing = sondando
+parado = stopped = parado
+bloqueado = blocked by the broker = bloqueado pelo broker
+in flight = em voo
+Free on the disk = Livre no disco
+Database + WAL = Banco + WAL
+Version = Versão
+motivo = Reason = Motivo
+fonte = Source = Fonte
+caminho = Path = Caminho
+metodo = Method = Método
+evento = Event = Evento
+chave = Conversation = Conversa
+tentativa = Attempts = Tentativas
+tamanho = Bytes = Bytes
+recebido_em = Received = Recebida
+reservado_ate = Leased until = Reservada até
+disponivel_em = Not before = Não antes de
+resolvido_em = Settled = Resolvida
+no reason given = sem motivo
+… the rest is not shown = … o resto não é mostrado
+do reenviar = Replay = Reenviar
+do processado = Mark as done = Marcar como processada
+do erro = Mark as failed = Marcar como erro
+do apagar = Erase = Apagar
+Replay all with this reason = Reenviar todas com este motivo
+then reenviar = Back to the queue, with attempts reset. = Volta para a fila, com as tentativas zeradas.
+then processado = It is not given out again. = Não é mais entregue.
+then erro = It is not given out until a person decides. = Não é entregue até alguém decidir.
+then apagar = It is gone for good. = É apagada para sempre.
+A consumer has it now. = Um consumidor está com ela agora.
+401 = The token is not accepted. = O token não é aceito.
+404 = The message is not there any more. = A mensagem não existe mais.
+409 = Not possible: the message has changed meanwhile. = Não é possível: a mensagem mudou nesse meio-tempo.
+429 = Too many wrong tokens. Wait a minute. = Muitos tokens errados. Espere um minuto.
+503 = The service is in trouble. Trying again. = O serviço está com problemas. Tentando de novo.
+No connection. Trying again. = Sem conexão. Tentando de novo.
+"""
+
+
+def page_texts():
+    """{language: {key: text}} as JSON."""
+    lines = [line.split(" = ") for line in PAGE_WORDS.strip().splitlines()]
+    english, portuguese = ({line[0]: line[n] for line in lines} for n in (-2, -1))
+    return json.dumps({"en": english, "pt": portuguese})
+
+
+PAGE = r"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>buffer.py</title>
+<style>
+:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 20%, Canvas); --soft: color-mix(in srgb, CanvasText 65%, Canvas);
+  --blue: color-mix(in srgb, royalblue 70%, CanvasText); --green: color-mix(in srgb, seagreen 70%, CanvasText);
+  --amber: color-mix(in srgb, peru 60%, CanvasText); --red: color-mix(in srgb, crimson 75%, CanvasText) }
+* { box-sizing: border-box; min-width: 0; overflow-wrap: anywhere; margin: 0 }
+[hidden] { display: none !important }
+body { font: 16px/1.45 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: .75rem }
+section, dialog, #login { padding: 1rem; border: 1px solid var(--line); border-radius: .75rem }
+button, input, select, textarea { font: inherit; padding: .4rem .8rem; border: 1px solid var(--line); border-radius: .5rem; background: Canvas }
+button:hover, [aria-pressed=true] { border-color: currentColor }
+td button { padding: 0; border: 0; text-decoration: underline; color: var(--blue) }
+.stack { display: grid; gap: .75rem }
+.row { display: flex; flex-wrap: wrap; gap: .75rem; align-items: end } .grow { flex: 1 1 11rem }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(11rem, 45%), 1fr)); gap: .75rem }
+h1, h2 { font-size: 1.125rem; outline: none }
+small, dt, label { display: block; color: var(--soft); font-size: .875rem }
+dd, pre, #what { white-space: pre-wrap; max-height: 45vh; overflow: auto }
+dialog, #login { margin: auto; width: fit-content }
+b { display: block; overflow-wrap: normal } #counts b { font-size: 1.75rem }
+svg { width: 100%; height: 8rem; border-bottom: 1px solid var(--line) }
+table { border-collapse: collapse }
+th, td { min-width: 6rem; padding: .5rem .5rem .5rem 0; border-top: 1px solid var(--line); text-align: left; vertical-align: top }
+.pendente { color: var(--blue) } .processando, .sondando, .bloqueado { color: var(--amber) }
+.processado, #news { color: var(--green) } .erro, .parado, .trouble, .apagar { color: var(--red) }
+</style>
+<header class="row"><h1>buffer.py</h1><p id="news" class="grow" role="status"></p><button id="leave" hidden>Log out</button></header>
+<main><form id="login" class="stack" method="dialog" hidden>
+  <label class="stack">Token <input id="token" type="password" autocomplete="current-password" required aria-describedby="refused"></label>
+  <p id="refused" class="trouble"></p><button>Log in</button></form>
+<div id="inside" class="stack" hidden><p id="trouble" class="trouble" role="alert"></p>
+  <section class="stack" aria-labelledby="now"><h2 id="now" tabindex="-1">Now</h2>
+    <div id="counts" class="grid"></div><dl id="facts" class="grid"></dl></section>
+  <section class="stack" aria-labelledby="hour"><h2 id="hour">The last hour, by minute</h2>
+    <div class="row"><small id="scale" class="grow"></small><small id="in" class="pendente"></small><small id="out" class="processado"></small></div>
+    <svg viewBox="0 0 600 100" preserveAspectRatio="none" role="img" aria-labelledby="hour scale in out">
+      <path id="bars" class="pendente" fill="currentColor" opacity=".5" />
+      <path id="line" class="processado" fill="none" stroke="currentColor" stroke-width="2" vector-effect="non-scaling-stroke" /></svg></section>
+  <section class="stack" aria-labelledby="list"><h2 id="list" tabindex="-1">Messages</h2>
+    <form id="filter" class="row" method="dialog" role="search"><label class="stack">Source <select id="source"></select></label>
+      <label class="grow stack">Id of message or event <input id="find" type="search"></label><button>Search</button></form>
+    <dl id="why" class="grid"></dl>
+    <table aria-labelledby="list"><thead><tr><th scope="col">Message</th><th scope="col">Status</th><th scope="col">Source</th></tr></thead>
+      <tbody id="rows"></tbody></table><p id="none">No messages.</p>
+    <div class="row"><button id="newer">Newer</button><button id="older">Older</button></div></section></div></main>
+<dialog id="one" aria-labelledby="title"><div class="stack">
+  <form class="row" method="dialog"><h2 id="title" class="grow" tabindex="-1" autofocus></h2><button id="close">Close</button></form>
+  <p id="failed" class="trouble" role="alert"></p><div id="buttons" class="row"></div><dl id="about" class="grid"></dl>
+  <h2 id="body">Payload</h2><pre id="payload" tabindex="0" role="region" aria-labelledby="body"></pre>
+  <details><summary>Headers and query</summary><dl id="headers" class="grid"></dl></details></div></dialog>
+<dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what"><form class="stack" method="dialog">
+  <h2 id="question"></h2><p id="what"></p><label id="because" class="stack">Reason (optional) <textarea id="reason"></textarea></label>
+  <div class="row"><button autofocus>Cancel</button><button id="yes" value="yes"></button></div></form></dialog>
+<script>"use strict"
+const lang = document.documentElement.lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
+const TEXTS = WORDS[lang.slice(0, 2).toLowerCase()], t = text => TEXTS[text] ?? text
+const saved = sessionStorage, PAGE = 25, BIG = 2 ** 18 // messages, bytes
+const VERBS = { pendente: ["processado", "erro", "apagar"], processando: ["processado", "erro", "apagar"],
+  processado: ["reenviar", "apagar"], erro: ["reenviar", "processado", "apagar"] } // what can be done to it
+let where = { pages: [] }, shown, timer // pages: the ids below which they begin, but the first
+const $ = id => document.getElementById(id)
+const number = n => Math.floor(n).toLocaleString(lang), counted = n => `${number(n)} ${t(n === 1 ? "message" : "messages")}`
+const scaled = (n, unit, size, ...more) => n < 2 * size ? `${number(n)} ${unit}` : scaled(n / size, ...more)
+const lasted = seconds => seconds === null ? "–" : scaled(seconds, "s", 60, "min", 60, "h", 24, "d", Infinity)
+const bytes = n => scaled(n, "B", 1024, "KiB", 1024, "MiB", 1024, "GiB", Infinity)
+const query = values => new URLSearchParams(Object.entries(values).filter(([, value]) => value))
+const put = texts => { for (const id in texts) $(id).textContent = texts[id] }
+const sum = (list, part) => list.reduce((total, one) => total + one[part], 0)
+function make(name, values, ...inside) { // what is inside and no node becomes text, never markup
+  const node = Object.assign(document.createElement(name), values)
+  node.append(...inside)
+  return node }
+const button = (value, onclick, ...inside) => make("button", { value, onclick, className: value }, ...inside)
+const facts = (id, pairs) => $(id).replaceChildren(...pairs.map(([name, value, className = ""]) =>
+  make("div", {}, make("dt", {}, name), make("dd", { className }, [value].flat().join("\n")))))
+async function api(path, options) {
+  const answer = await fetch(path, { headers: { "X-Token": saved.token }, cache: "no-store", ...options })
+    .catch(() => { throw Error(t("No connection. Trying again.")) })
+  if (answer.ok) return answer.text()
+  const text = TEXTS[answer.status] ?? await answer.text()
+  if ([401, 429].includes(answer.status)) enter("", text) // 429 is for wrong tokens only
+  throw Error(text) }
+const json = async (path, options) => JSON.parse(await api(path, options))
+function enter(token, refused = "") { // or leave, with "", and keep nothing of what was shown
+  Object.assign(saved, { token, refused })
+  location.reload() }
+function show({ mensagens, mais_antiga, conversas, entrega, livre, arquivo, wal, versao, por_minuto }) {
+  const sources = ["", ...new Set(mensagens.map(({ fonte }) => fonte).filter(Boolean))]
+  if (sources.length > $("source").length) $("source").replaceChildren(...sources.map(value =>
+    make("option", { value, selected: value === where.fonte }, value || t("all"))))
+  for (const { value, firstChild } of $("counts").children)
+    firstChild.textContent = number(sum(mensagens.filter(({ status }) => !value || status === value), "quantidade"))
+  const cards = [[t("Waiting longest"), lasted(mais_antiga)]]
+  if (conversas) cards.push([t("Conversations"), [`${number(conversas.esperando)} ${t("esperando")}`,
+    `${t("the oldest")}: ${lasted(conversas.mais_antiga)}`, `${number(conversas.em_trabalho)} ${t("em_trabalho")}`]])
+  for (const { destino, estado, desde, em_voo, tentativas } of entrega ?? []) cards.push([`${t("Delivery")}: ${destino}`,
+    [`${t(estado)}, ${lasted(desde)}`, `${number(em_voo)} ${t("in flight")}`,
+      ...Object.entries(tentativas).map(([outcome, n]) => `${outcome}: ${number(n)}`)], estado])
+  facts("facts", [...cards, [t("Free on the disk"), bytes(livre)],
+    [t("Database + WAL"), `${bytes(arquivo)} + ${bytes(wal)}`], [t("Version"), versao]])
+  plot(por_minuto) }
+function plot(minutes) {
+  const most = Math.max(1, ...minutes.flatMap(([, ...both]) => both)), y = n => 100 - 96 * n / most
+  const clock = ([seconds]) => new Date(seconds * 1000).toLocaleTimeString(lang, { timeStyle: "short" })
+  $("bars").setAttribute("d", minutes.map(([, n], x) => `M${x * 10 + 1} 100V${y(n)}h8V100`).join(""))
+  $("line").setAttribute("d", "M" + minutes.map(([, , n], x) => `${x * 10 + 5} ${y(n)}`).join("L"))
+  put({ scale: `${clock(minutes[0])} – ${clock(minutes[59])}, ${t("at most")} ${number(most)}`,
+    in: `■ ${number(sum(minutes, 1))} ${t("received")}`, out: `— ${number(sum(minutes, 2))} ${t("settled")}` }) }
+async function list() {
+  const mine = where, { find, pages, ...filter } = where
+  const ask = values => json(`fila?${query(values)}`), at = Number(find)
+  const items = !find ? await ask({ ...filter, ordem: "desc", depois: pages.at(-1), limite: PAGE + 1 }) : [
+    ...await ask({ evento: find }),
+    ...(await ask({ depois: at - 1, limite: 1 })).filter(({ id, evento }) => id === at && evento !== find)]
+  if (mine !== where) return
+  for (const one of $("counts").children) one.ariaPressed = !find && one.value === (where.status ?? "")
+  $("newer").disabled = !pages.length, $("older").disabled = items.length <= PAGE
+  $("older").value = items[PAGE - 1]?.id, $("none").hidden = items.length > 0
+  if (shown !== (shown = JSON.stringify(items))) $("rows").replaceChildren(...items.slice(0, PAGE).map(row)) }
+const row = item => make("tr", { onclick: () => getSelection().isCollapsed && look(item) }, ...[
+  [button(item.id, undefined, item.id), new Date(item.recebido_em).toLocaleString(lang)],
+  [make("b", { className: item.status }, t(item.status)), item.motivo?.slice(0, 300) ?? ""],
+  [[item.fonte, item.caminho].filter(Boolean).join(" / "), item.evento ?? ""],
+].map(([first, second]) => make("td", {}, first, make("small", {}, second))))
+async function look({ id, tamanho }) {
+  const text = await api(`fila/${id}?completo=${Number(tamanho < BIG)}`), item = JSON.parse(text)
+  const { payload, codificacao, headers, query, id: same, status, cortado, ...others } = item
+  const hex = () => atob(payload).replace(/[^]/g, c => c.charCodeAt().toString(16).padStart(2, "0") + " ")
+  const body = codificacao ? hex() : typeof payload === "string" ? payload : indented(text)
+  put({ title: `${t("Message")} ${id}: ${t(status)}`, failed: "",
+    payload: cortado ? `${body}\n${t("… the rest is not shown")}` : body })
+  facts("about", Object.entries(others).map(([name, value]) =>
+    [t(name), /_(em|ate)$/.test(name) ? new Date(value).toLocaleString(lang) : `${value}`]))
+  facts("headers", [headers, query].flatMap(values => Object.entries(values ?? {})).map(([name, value]) => [name, `${value}`]))
+  $("buttons").replaceChildren(...VERBS[status].map(verb => button(verb, () => settle(item, verb), t(`do ${verb}`))))
+  if (status === "erro") $("buttons").append(button("all", () => replay(item.motivo), t("Replay all with this reason")))
+  if (!$("one").open) $("one").showModal() }
+function indented(item, depth = 0) { // by tokens: JSON.parse() would change 1.10, long integers and what is there twice
+  const line = step => "\n" + "  ".repeat(Math.min(depth += step, 20))
+  return item.replace(/("[^"\\]*(?:\\.[^"\\]*)*"|[[{]\s*[\]}])|([[{])|([\]}])|(,)|(:)|\s+/g, (_, whole, open, close, comma, colon) =>
+    whole ?? (open ? open + line(1) : close ? line(-1) + close : comma ? comma + line(0) : colon ? ": " : ""))
+    .match(/^ {2}"payload": ([^]*?),?\n(?= {2}"|})/m)[1].replace(/\n {2}/g, "\n") }
+async function act(verb, n, about, work) { // asks first and says how many; work() gives how many there were
+  put({ question: t(`do ${verb}`), yes: t(`do ${verb}`), what: `${counted(n)}: ${about}\n${t(`then ${verb}`)}` })
+  $("because").hidden = verb !== "erro", $("ask").returnValue = $("reason").value = ""
+  $("ask").showModal()
+  await new Promise(closed => { $("ask").onclose = closed })
+  if (!$("ask").returnValue) return
+  put({ news: `${t(`do ${verb}`)}: ${counted(await work($("reason").value))}` })
+  $("one").close()
+  await Promise.all([list(), reasons(), refresh()])
+  $("list").focus() }
+function settle(item, verb) {
+  const { id, status, tentativa } = item, leased = status === "processando" ? `\n${t("A consumer has it now.")}` : ""
+  const request = verb === "apagar" ? [`fila/${id}`, "DELETE"] : [`fila/${id}/${verb}?tentativa=${tentativa}`, "POST"]
+  return act(verb, 1, id + leased, reason => api(request[0], { method: request[1], body: reason || null })
+    .then(() => 1, error => look(item).then(() => { throw error }))) }
+async function replay(motivo, fonte) { // all that failed for this reason by now
+  const values = `motivo=${encodeURIComponent(motivo ?? "")}&${query({ fonte })}`
+  const [{ quantidade = 0, ate = 1 } = {}] = await json(`fila/motivos?${values}`)
+  await act("reenviar", quantidade, motivo ?? t("no reason given"), async function some() { // 5,000 at once
+    const { quantidade, mais } = await json(`fila/reenviar?status=erro&ate=${ate}&${values}`, { method: "POST" })
+    return mais ? quantidade + await some() : quantidade }) }
+async function reasons() {
+  const { status, fonte } = where, found = status === "erro" ? await json(`fila/motivos?${query({ fonte })}`) : []
+  facts("why", found.map(({ motivo, quantidade }) => [
+    button("reenviar", () => replay(motivo, fonte), `${t("do reenviar")}: ${counted(quantidade)}`), motivo ?? t("no reason given")])) }
+async function refresh() { // takes at most a twentieth of the time, none while nobody looks
+  const began = Date.now()
+  if (saved.token && !document.hidden) try {
+    show(await json("painel/dados"))
+    if (!$("one").open && !$("rows").matches(":hover, :focus-within") && getSelection().isCollapsed) await list()
+    put({ trouble: "" })
+  } catch (error) { put({ trouble: error.message }) }
+  clearTimeout(timer)
+  timer = setTimeout(refresh, Math.max(5000, 20 * (Date.now() - began))) }
+async function go(change) {
+  where = { ...where, pages: [], ...change }
+  await Promise.all([list(), reasons()])
+  $("list").focus() }
+for (const { firstChild } of document.querySelectorAll("h2, button, label, summary, th, #none"))
+  if (firstChild) firstChild.data = firstChild.data.replace(/\S.*\S/, t)
+$("counts").append(...["", "pendente", "processando", "processado", "erro"].map(value => button(value,
+  () => go({ status: value, find: $("find").value = "" }), make("b", {}, "–"), t(value || "all"))))
+$("filter").onsubmit = () => go({ fonte: $("source").value, find: $("find").value.trim() })
+$("older").onclick = () => go({ pages: [...where.pages, $("older").value] })
+$("newer").onclick = () => go({ pages: where.pages.slice(0, -1) })
+$("leave").onclick = () => enter("")
+$("login").onsubmit = () => enter(String.fromCharCode(...new TextEncoder().encode($("token").value.trim()))) // a header holds bytes
+addEventListener("unhandledrejection", event => {
+  event.preventDefault()
+  put({ [$("one").open ? "failed" : "trouble"]: event.reason.message }) })
+document.addEventListener("visibilitychange", refresh)
+put({ refused: saved.refused })
+$("login").hidden = !!saved.token, $("inside").hidden = $("leave").hidden = !saved.token
+$(saved.token ? "now" : "token").focus()
+refresh()
+</script>
+"""
+
+PAGE = PAGE.replace("WORDS", page_texts(), 1)
+
+
+def page_hash(tag):
+    text = re.search(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[1]
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+# Payloads are untrusted: nothing runs but this script, and nothing goes anywhere else.
+PAGE_POLICY = (
+    f"default-src 'none'; script-src {page_hash('script')}; "
+    f"style-src {page_hash('style')}; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+PAGE_HEADERS = (
+    ("Content-Security-Policy", PAGE_POLICY),
+    ("Referrer-Policy", "no-referrer"),
+    *PRIVATE,
+)
 
 
 # The web application
@@ -3344,7 +3686,8 @@ class App:
         return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def look(self, request):
-        for row in self.store.look([self.id(request)], whole=True):
+        whole = request.word("completo") != "0"
+        for row in self.store.look([self.id(request)], whole=whole):
             return Reply.json(looked_json(row), headers=PRIVATE)
         raise Refusal(404, "mensagem não encontrada")
 
@@ -3428,10 +3771,6 @@ class App:
         self.trouble("storage", "answering 503, storage trouble: %s", safe_text(error))
         self.store.refused("storage")
         return UNAVAILABLE
-
-
-# A browser must not keep what it shows, nor take it for something else.
-PRIVATE = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
 
 
 def page(after, newest):
@@ -4570,361 +4909,6 @@ class Alarms(threading.Thread):
             self.dead = self.store.dead(told=self.dead)
 
 
-# The page
-
-# What it says in English and in Portuguese.
-PAGE_WORDS = """
-Log out = Sair
-Log in = Entrar
-Now = Agora
-The last hour, by minute = Última hora, por minuto
-Delivery = Entrega
-Messages = Mensagens
-Message = Mensagem
-Source = Fonte
-Id of message or event = Id da mensagem ou do evento
-Search = Buscar
-Why messages failed = Por que falharam
-Received = Recebida
-Reason = Motivo
-No messages. = Nenhuma mensagem.
-Newer = Mais novas
-Older = Mais antigas
-Close = Fechar
-Payload = Conteúdo
-Headers and query = Cabeçalhos e query
-Reason (optional) = Motivo (opcional)
-Cancel = Cancelar
-received = recebidas
-settled = resolvidas
-at most = no máximo
-Waiting longest = Maior espera
-Free on the disk = Livre no disco
-Database + WAL = Banco + WAL
-Version = Versão
-in flight = em voo
-all = todos
-message = mensagem
-messages = mensagens
-Path = Caminho
-Event = Evento
-Attempts = Tentativas
-Size = Tamanho
-Leased until = Reservada até
-Not before = Não antes de
-Settled = Resolvida
-no reason given = sem motivo
-… the rest is not shown = … o resto não é mostrado
-pending = pendente
-in work = processando
-done = processado
-failed = erro
-flowing = fluindo
-probing = sondando
-stopped = parado
-Replay = Reenviar
-Mark as done = Marcar como processada
-Mark as failed = Marcar como erro
-Erase = Apagar
-Replay all with this reason = Reenviar todas com este motivo
-Back to the queue, with attempts reset. = Volta para a fila, com as tentativas zeradas.
-It is not given out again. = Não é mais entregue.
-It is not given out until a person decides. = Não é entregue até alguém decidir.
-It is gone for good. = É apagada para sempre.
-A consumer has it now. = Um consumidor está com ela agora.
-The token is not accepted. = O token não é aceito.
-The message is not there any more. = A mensagem não existe mais.
-Not possible: the message has changed meanwhile. = Não é possível: a mensagem mudou nesse meio-tempo.
-Too many wrong tokens. Wait a minute. = Muitos tokens errados. Espere um minuto.
-The service is in trouble. Trying again. = O serviço está com problemas. Tentando de novo.
-No connection. Trying again. = Sem conexão. Tentando de novo.
-"""
-
-PAGE = r"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>buffer.py</title>
-<style>
-:root { color-scheme: light dark; --ground: #f4f6f9; --card: #fff; --ink: #1b2330; --soft: #5a6474; --line: #d5dbe5;
-  --accent: #1f5fbf; --bar: #9dbfee; --good: #1a7a4c; --warn: #935d00; --bad: #b3261e }
-@media (prefers-color-scheme: dark) { :root { --ground: #11151c; --card: #1a202a; --ink: #e7ebf2; --soft: #a3adbd;
-  --line: #364050; --accent: #8ab4f8; --bar: #3a639f; --good: #6fd3a0; --warn: #f0b95a; --bad: #ff8f86 } }
-* { box-sizing: border-box; min-width: 0; overflow-wrap: anywhere } [hidden], .trouble:empty { display: none !important }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.45 system-ui, sans-serif }
-body > header, main { max-width: 72rem; margin: auto; padding: .75rem 1rem } h1, h2 { font-size: 1.125rem; margin: 0 }
-header, .row, figcaption { display: flex; flex-wrap: wrap; gap: .5rem .75rem; align-items: center } .grow { flex: 1 1 11rem }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(11.5rem, 46%), 1fr)); gap: .75rem; margin: .75rem 0 }
-section, #login, dialog { background: var(--card); border: 1px solid var(--line); border-radius: .75rem; padding: 1rem; margin: 0 0 1rem }
-button, input, select, textarea { font: inherit; color: inherit; background: var(--card); width: 100%; min-height: 2.5rem;
-  border: 1px solid var(--line); border-radius: .5rem; padding: .35rem .8rem } button { cursor: pointer; width: auto }
-button:hover { border-color: var(--accent) } button:disabled { opacity: .5; cursor: default } summary { padding: .5rem 0 }
-:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px } h2:focus { outline: none }
-.main { background: var(--accent); color: var(--card) } .main.apagar { background: var(--bad); color: var(--card) }
-td button { border: 0; padding: 0; min-height: 1.75rem; color: var(--accent); background: none; text-decoration: underline }
-.pendente { color: var(--accent) } .processando { color: var(--warn) } .processado, #news { color: var(--good) }
-.erro, [value=apagar], .trouble { color: var(--bad) } #login { max-width: 26rem; margin: 10vh auto } #news { margin: 0; flex-basis: 0 } dd { margin: 0 }
-small, dt, label, figcaption, th { color: var(--soft); font-size: .875rem; font-weight: 400 } label, #login { display: grid; gap: .5rem }
-#counts button { text-align: left } #counts b { display: block; font-size: 1.75rem; font-variant-numeric: tabular-nums }
-dd, pre, #what { white-space: pre-wrap } figure, #filter { margin: .75rem 0 } #filter { align-items: end }
-figcaption { justify-content: space-between } svg { display: block; width: 100%; height: 8rem; border-bottom: 1px solid var(--line) }
-#received { fill: var(--bar) } #settled { fill: none; stroke: var(--good); stroke-width: 2; vector-effect: non-scaling-stroke }
-#in::before { content: "■ "; color: var(--bar) } #out::before { content: "— "; color: var(--good) }
-table { width: 100%; border-collapse: collapse; margin: .75rem 0 } #rows tr:hover { background: var(--ground) } td small { display: block }
-th, td { text-align: left; vertical-align: top; padding: .5rem .75rem .5rem 0; border-top: 1px solid var(--line) }
-dialog { color: inherit; margin: auto; width: calc(100vw - 1rem); max-width: 56rem; max-height: calc(100vh - 1rem) } #ask { max-width: 30rem }
-pre { background: var(--ground); border-radius: .5rem; padding: .75rem; overflow: auto; max-height: 45vh; font-size: .875rem }
-@media (max-width: 44rem) { tr { display: grid; grid-template-columns: 1fr auto; padding: .5rem 0; border-top: 1px solid var(--line) }
-  td { border: 0; padding: .1rem 0 } td:nth-child(even) { text-align: right } td:last-child { grid-column: 1 / 3 }
-  thead { position: absolute; clip-path: inset(50%) } }
-</style>
-<header><h1>buffer.py</h1><p id="news" class="grow" role="status"></p><button id="leave" hidden>Log out</button></header>
-<main><form id="login" hidden><label>Token <input id="token" type="password" autocomplete="current-password" required></label>
-  <p id="refused" class="trouble" role="alert"></p> <button class="main">Log in</button></form>
-<div id="inside" hidden><p id="trouble" class="trouble" role="alert"></p>
-  <section aria-labelledby="now">
-    <h2 id="now" tabindex="-1">Now</h2> <div id="counts" class="grid"></div> <dl id="facts" class="grid"></dl></section>
-  <section aria-labelledby="hour"><h2 id="hour">The last hour, by minute</h2>
-    <figure><figcaption><span id="most"></span><span id="in"></span><span id="out"></span></figcaption>
-      <svg id="plot" viewBox="0 0 600 100" preserveAspectRatio="none" role="img"><path id="received" /><path id="settled" /></svg>
-      <figcaption><span id="from"></span><span id="minute"></span><span id="to"></span></figcaption></figure></section>
-  <section id="delivery" aria-labelledby="delivers" hidden><h2 id="delivers">Delivery</h2> <dl id="targets" class="grid"></dl></section>
-  <section aria-labelledby="list"><h2 id="list" tabindex="-1">Messages</h2>
-    <form id="filter" class="row" role="search">
-      <label>Status <select id="status"></select></label> <label>Source <select id="source"></select></label>
-      <label class="grow">Id of message or event <input id="find" type="search" autocomplete="off"></label> <button>Search</button></form>
-    <details id="reasons"><summary>Why messages failed</summary><div id="why"></div></details>
-    <table role="table" aria-labelledby="list"><thead role="rowgroup"><tr id="columns" role="row"></tr></thead>
-      <tbody id="rows" role="rowgroup"></tbody></table>
-    <p id="none" hidden>No messages.</p> <p class="row"><button id="newer">Newer</button><button id="older">Older</button></p></section>
-</div></main>
-<dialog id="one" aria-labelledby="title">
-  <header><h2 id="title" class="grow" tabindex="-1" autofocus></h2><button id="close">Close</button></header>
-  <p id="failed" class="trouble" role="alert"></p> <p id="buttons" class="row"></p> <dl id="about" class="grid"></dl>
-  <h2 id="body">Payload</h2> <pre id="payload" tabindex="0" role="region" aria-labelledby="body"></pre>
-  <details><summary>Headers and query</summary><dl id="headers" class="grid"></dl></details></dialog>
-<dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what"><form method="dialog">
-  <h2 id="question"></h2> <p id="what"></p> <label id="because">Reason (optional) <textarea id="reason" rows="2"></textarea></label>
-  <p class="row"><button autofocus>Cancel</button><button id="yes" value="yes"></button></p></form></dialog>
-<script>"use strict"
-const PT = WORDS, EN = { pendente: "pending", processando: "in work", processado: "done", erro: "failed",
-  fluindo: "flowing", sondando: "probing", parado: "stopped" }
-const STATUSES = ["pendente", "processando", "processado", "erro"], PAGE = 25, LONGEST = 2 ** 18
-const VERBS = { // its name, what it does, on which statuses it is offered
-  reenviar: ["Replay", "Back to the queue, with attempts reset.", "processado erro"],
-  processado: ["Mark as done", "It is not given out again.", "pendente processando erro"],
-  erro: ["Mark as failed", "It is not given out until a person decides.", "pendente processando"],
-  apagar: ["Erase", "It is gone for good.", "pendente processando processado erro"] }
-const pt = /^pt\b/i.test(navigator.language)
-const lang = document.documentElement.lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
-let token = sessionStorage.getItem("token"), where = {}, shown = [], asked = 0, timer
-const $ = id => document.getElementById(id)
-const t = text => (pt ? PT[EN[text] ?? text] : EN[text]) ?? text
-const number = n => n.toLocaleString(lang), counted = n => `${number(n)} ${t(n === 1 ? "message" : "messages")}`
-const time = text => text && new Date(text).toLocaleString(lang)
-const clock = seconds => new Date(seconds * 1000).toLocaleTimeString(lang, { timeStyle: "short" })
-const lasted = s => s < 120 ? `${s | 0} s` : s < 7200 ? `${s / 60 | 0} min` : s < 172800 ? `${s / 3600 | 0} h` : `${s / 86400 | 0} d`
-const bytes = (n, unit = 0) => n >= 1024 && unit < 3 ? bytes(n / 1024, unit + 1)
-  : `${number(Math.round(n))} ${["B", "KiB", "MiB", "GiB"][unit]}`
-const query = values => new URLSearchParams(Object.entries(values).filter(([, value]) => value))
-const put = texts => { for (const id in texts) $(id).textContent = texts[id] }
-const tell = error => put({ [$("one").open ? "failed" : "trouble"]: error.message })
-function make(name, values, ...inside) { // what is inside and no node becomes text, never markup
-  const node = Object.assign(document.createElement(name), values)
-  node.append(...inside)
-  return node }
-const facts = (id, pairs) => $(id).replaceChildren(...pairs.filter(([, value]) => value).map(([name, value]) =>
-  make("div", {}, make("dt", {}, name), make("dd", {}, value))))
-async function api(path, options) {
-  const answer = await fetch(path, { headers: { "X-Token": token }, cache: "no-store", ...options })
-    .catch(() => { throw Error(t("No connection. Trying again.")) })
-  if (answer.ok) return answer.text()
-  const text = t({ 401: "The token is not accepted.", 404: "The message is not there any more.",
-    409: "Not possible: the message has changed meanwhile.", 429: "Too many wrong tokens. Wait a minute.",
-    503: "The service is in trouble. Trying again." }[answer.status] ?? await answer.text())
-  if (answer.status === 401) leave(text)
-  throw Object.assign(Error(text), { status: answer.status }) }
-const json = async (path, options) => JSON.parse(await api(path, options))
-function show({ mensagens, mais_antiga, livre, arquivo, wal, versao, entrega, por_minuto }) {
-  const total = {}, sources = new Set(["", where.fonte ?? "", ...mensagens.map(({ fonte }) => fonte ?? "")])
-  for (const { status, quantidade } of mensagens) total[status] = (total[status] ?? 0) + quantidade
-  for (const button of $("counts").children) button.firstChild.textContent = number(total[button.value] ?? 0)
-  if (sources.size !== $("source").length && document.activeElement !== $("source")) $("source").replaceChildren(
-    ...[...sources].sort().map(value => make("option", { value, selected: value === where.fonte }, value || t("all"))))
-  facts("facts", [[t("Waiting longest"), mais_antiga === null ? "–" : lasted(mais_antiga)], [t("Free on the disk"), bytes(livre)],
-    [t("Database + WAL"), `${bytes(arquivo)} + ${bytes(wal)}`], [t("Version"), versao]])
-  $("delivery").hidden = !entrega?.length
-  facts("targets", (entrega ?? []).map(({ destino, estado, desde, em_voo, tentativas }) => [destino, [
-    t(estado) + (desde === null ? "" : ` (${lasted(desde)})`), `${number(em_voo)} ${t("in flight")}`,
-    ...Object.entries(tentativas).map(([outcome, n]) => `${outcome}: ${number(n)}`)].join("\n")]))
-  plot(por_minuto) }
-function plot(minutes) {
-  const most = Math.max(1, ...minutes.flatMap(minute => minute.slice(1))), y = n => 100 - 96 * n / most
-  const sum = part => minutes.reduce((total, minute) => total + minute[part], 0)
-  const said = (received, settled) => [`${number(received)} ${t("received")}`, `${number(settled)} ${t("settled")}`]
-  $("received").setAttribute("d", minutes.map(([, n], x) => `M${x * 10 + 1} 100V${y(n)}h8V100`).join(""))
-  $("settled").setAttribute("d", "M" + minutes.map(([, , n], x) => `${x * 10 + 5} ${y(n)}`).join("L"))
-  const texts = [`${t("at most")} ${number(most)}`, ...said(sum(1), sum(2))]
-  put({ most: texts[0], in: texts[1], out: texts[2], from: clock(minutes[0][0]), to: clock(minutes.at(-1)[0]) })
-  $("plot").setAttribute("aria-label", texts.join(", "))
-  $("plot").onpointermove = ({ offsetX }) => {
-    const [when, ...both] = minutes[Math.min(59, offsetX / $("plot").clientWidth * 60 | 0)]
-    put({ minute: `${clock(when)}: ${said(...both).join(", ")}` }) } }
-async function list(next = where) { // next: find, or status, fonte, depois and ordem
-  const mine = ++asked, { find, ...filter } = { ordem: "desc", limite: PAGE + 1, ...(where = next) }, up = where.ordem === "asc"
-  const wanted = find ? [{ evento: find }] : [filter]
-  if (/^[0-9]{1,15}$/.test(find)) wanted.push({ depois: find - 1, limite: 1 })
-  let items = (await Promise.all(wanted.map(values => json(`fila?${query(values)}`)))).flat()
-  if (find) items = items.filter(({ id, evento }, n) =>
-    (evento === find || id === Number(find)) && n === items.findIndex(one => one.id === id))
-  if (mine !== asked) return
-  const more = items.length > PAGE, focused = document.activeElement.closest("#rows button")?.value
-  if (up && !more) return list({ ...where, ordem: "desc", depois: "" })
-  items = up ? items.slice(0, PAGE).reverse() : items.slice(0, PAGE)
-  $("newer").disabled = !where.depois, $("older").disabled = !up && !more, $("none").hidden = items.length > 0
-  if (JSON.stringify(items) !== JSON.stringify(shown)) $("rows").replaceChildren(...(shown = items).map(row))
-  if (focused) ($("rows").querySelector(`[value="${focused}"]`) ?? $("list")).focus() }
-const row = item => make("tr", { role: "row", onclick: () => getSelection().isCollapsed && look(item.id).catch(tell) }, ...[
-  [make("button", { value: item.id }, `${item.id}`)], [make("span", { className: item.status }, t(item.status))],
-  [[item.fonte, item.caminho].filter(Boolean).join(" / "), make("small", {}, item.evento ?? "")],
-  [time(item.recebido_em)], [item.motivo?.slice(0, 300) ?? ""]].map(cell => make("td", { role: "cell" }, ...cell)))
-async function look(id) {
-  const big = shown.some(item => item.id === id && item.tamanho > 2 ** 20) // in a list it is cut
-  const text = await api(big ? `fila?limite=1&depois=${id - 1}` : `fila/${id}`), [item] = [JSON.parse(text)].flat()
-  const body = item.codificacao ? hex(atob(item.payload)) : typeof item.payload === "string" ? item.payload : indented(text)
-  const rest = body.length > LONGEST || item.cortado ? `\n${t("… the rest is not shown")}` : ""
-  put({ title: `${t("Message")} ${id}: ${t(item.status)}`, failed: "", payload: body.slice(0, LONGEST) + rest })
-  facts("about", [["Reason", item.motivo], ["Source", item.fonte], ["Path", item.caminho], ["Event", item.evento],
-    ["Attempts", number(item.tentativa)], ["Size", bytes(item.tamanho)], ["Received", time(item.recebido_em)],
-    ["Leased until", time(item.reservado_ate)], ["Not before", time(item.disponivel_em)], ["Settled", time(item.resolvido_em)],
-  ].map(([name, value]) => [t(name), value]))
-  facts("headers", [...Object.entries(item.headers ?? {}), ...Object.entries(item.query ?? {})].map(([k, v]) => [k, `${v}`]))
-  const button = (value, text, work) => make("button", { value, onclick: () => work().catch(tell) }, t(text))
-  $("buttons").replaceChildren(...Object.keys(VERBS).filter(verb => VERBS[verb][2].split(" ").includes(item.status)).map(verb =>
-    button(verb, VERBS[verb][0], () => act(item, verb))))
-  if (item.status === "erro") $("buttons").append(button("all", "Replay all with this reason", () => replay(item.motivo)))
-  if (!$("one").open) $("one").showModal() }
-const hex = raw => (raw.slice(0, LONGEST / 4).match(/[^]{1,16}/g) ?? []).map((line, n) => (n * 16).toString(16).padStart(6, "0") + " " +
-  [...line].map(c => c.charCodeAt().toString(16).padStart(2, "0").padStart(3)).join("").padEnd(50) + line.replace(/[^ -~]/g, ".")).join("\n")
-function indented(text) { // by tokens: JSON.parse() would change 1.10, long integers and what is there twice
-  const part = /\s*("[^"\\]*(?:\\.[^"\\]*)*"|[[\]{},:]|[^\s[\]{},:"]+)/y
-  let out = "", depth = 0, last = "", token
-  for (part.lastIndex = text.indexOf('"payload":') + 10; !out || (depth > 0 && out.length <= LONGEST); last = token) {
-    token = part.exec(text)[1]
-    const opened = /^[[{]/.test(last), closes = /^[\]}]/.test(token)
-    depth -= closes
-    if (last === "," || opened !== closes) out += "\n" + "  ".repeat(Math.min(depth, 40))
-    out += token === ":" ? ": " : token
-    depth += /^[[{]/.test(token) }
-  return out }
-function ask(verb, text) { // what to send as the reason, or null for no
-  put({ question: t(VERBS[verb][0]), yes: t(VERBS[verb][0]), what: `${text}\n${t(VERBS[verb][1])}` })
-  $("because").hidden = verb !== "erro", $("yes").className = `main ${verb}`, $("ask").returnValue = $("reason").value = ""
-  $("ask").showModal()
-  return new Promise(done => { $("ask").onclose = () => done($("ask").returnValue ? $("reason").value : null) }) }
-async function act({ id, status, tentativa }, verb) {
-  const body = await ask(verb, `${counted(1)}: ${id}` + (status === "processando" ? `\n${t("A consumer has it now.")}` : ""))
-  if (body === null) return
-  const request = verb === "apagar" ? [`fila/${id}`, { method: "DELETE" }]
-    : [`fila/${id}/${verb}?tentativa=${tentativa}`, { method: "POST", body }]
-  await api(...request).catch(async error => {
-    if (error.status === 409) await look(id)
-    throw error })
-  await finish(`${t(VERBS[verb][0])}: ${counted(1)}`) }
-async function replay(motivo, fonte) { // all that failed for this reason by now
-  const values = new URLSearchParams({ motivo: motivo ?? "", ...fonte && { fonte } }), [found] = await json(`fila/motivos?${values}`)
-  const body = await ask("reenviar", `${counted(found?.quantidade ?? 0)}: ${motivo ?? t("no reason given")}`)
-  for (let done = 0, answer = { mais: found && body !== null }; answer.mais;) {
-    answer = await json(`fila/reenviar?status=erro&ate=${found.ate}&${values}`, { method: "POST" })
-    put({ news: `${t("Replay")}: ${counted(done += answer.quantidade)}` })
-    if (!answer.mais) await finish($("news").textContent) } }
-async function finish(news) {
-  $("one").close()
-  put({ news })
-  await Promise.all([list(), reasons(), refresh()])
-  if (!$("inside").contains(document.activeElement)) $("list").focus() }
-async function reasons() {
-  const found = $("reasons").open ? await json(`fila/motivos?${query({ fonte: where.fonte })}`) : []
-  $("why").replaceChildren(...found.map(({ motivo, quantidade }) => make("p", { className: "row" }, make("b", {}, number(quantidade)),
-    make("span", { className: "grow" }, motivo ?? t("no reason given")),
-    make("button", { onclick: () => replay(motivo, where.fonte).catch(tell) }, t("Replay"))))) }
-function leave(text = "") {
-  sessionStorage.removeItem("token")
-  for (const id of ["one", "ask"]) $(id).close()
-  for (const id of ["rows", "why", "payload", "about", "headers", "news"]) $(id).replaceChildren()
-  enter(null, text) }
-function enter(given, refused = "") { // what is to be seen, by whether there is a token
-  token = given, shown = []
-  put({ refused })
-  $("login").hidden = !!token, $("inside").hidden = $("leave").hidden = !token
-  $(token ? "now" : "token").focus()
-  if (token) list().catch(tell)
-  refresh() }
-async function refresh() { // takes at most a twentieth of the time, none while nobody looks
-  clearTimeout(timer)
-  if (!token || document.hidden) return
-  const began = Date.now(), rows = $("rows")
-  try {
-    show(await json("painel/dados"))
-    const reads = $("one").open || rows.contains(document.activeElement) || rows.matches(":hover") || !getSelection().isCollapsed
-    if (!reads) await list()
-    put({ trouble: "" })
-  } catch (error) { put({ trouble: error.message }) }
-  clearTimeout(timer)
-  timer = setTimeout(refresh, Math.max(5000, 20 * (Date.now() - began))) }
-const on = (event, id, work) => $(id).addEventListener(event, work), filter = () => $("filter").requestSubmit()
-const turn = (ordem, at) => list({ ...where, ordem, depois: shown.at(at)?.id }).then(() => $("list").focus()).catch(tell)
-const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT, ({ parentNode }) => parentNode.tagName === "SCRIPT" ? 2 : 1)
-while (words.nextNode()) words.currentNode.data = words.currentNode.data.replace(/\S.*\S/, text => t(text))
-$("columns").append(...["Message", "Status", "Source", "Received", "Reason"].map(name =>
-  make("th", { scope: "col", role: "columnheader" }, t(name))))
-$("status").append(...["", ...STATUSES].map(value => make("option", { value }, t(value || "all"))))
-$("counts").append(...STATUSES.map(value => make("button", { value, className: value, onclick: () => filter($("status").value = value) },
-  make("b", {}, "–"), t(value))))
-on("change", "status", filter)
-on("change", "source", filter)
-on("click", "older", () => turn("desc", -1))
-on("click", "newer", () => turn("asc", 0))
-on("click", "close", () => $("one").close())
-on("click", "leave", () => leave())
-on("toggle", "reasons", () => reasons().catch(tell))
-on("submit", "filter", event => {
-  event.preventDefault()
-  list({ status: $("status").value, fonte: $("source").value, find: $("find").value.trim() }).then(reasons).catch(tell) })
-on("submit", "login", async event => {
-  event.preventDefault()
-  token = String.fromCharCode(...new TextEncoder().encode($("token").value.trim())) // a header holds bytes
-  try { show(await json("painel/dados")) } catch (error) { return enter(null, error.message) }
-  sessionStorage.setItem("token", token), $("token").value = ""
-  enter(token) })
-document.addEventListener("visibilitychange", refresh)
-enter(token)
-</script>
-"""
-
-PAGE = PAGE.replace(
-    "WORDS",
-    json.dumps(dict(line.split(" = ") for line in PAGE_WORDS.strip().splitlines())),
-    1,
-)
-
-
-def page_hash(tag):
-    text = re.search(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)[1]
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-# Payloads are untrusted: nothing runs but this script, and nothing goes anywhere else.
-PAGE_POLICY = (
-    f"default-src 'none'; script-src {page_hash('script')}; "
-    f"style-src {page_hash('style')}; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
-)
-PAGE_HEADERS = (
-    ("Content-Security-Policy", PAGE_POLICY),
-    ("Referrer-Policy", "no-referrer"),
-    *PRIVATE,
-)
-
-
 # The server
 
 try:
@@ -5616,6 +5600,8 @@ def status_table(report):
         facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
     for key, name in ("arquivo", "database"), ("wal", "WAL"), ("livre", "disk free"):
         facts.append((name, f"{report[key] / (1 << 20):.1f} MiB"))
+    for key, name, _ in TALKS if report["conversas"] else ():
+        facts.append((f"conversations_{name}", report["conversas"][key] or 0))
     for key, (name, *_) in COUNTERS.items():
         for label, n in report["contadores"][key].items() or [("", 0)]:
             facts.append((f"{name} {label}".strip(), n))
