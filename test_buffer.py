@@ -54,6 +54,7 @@ import tracemalloc
 import unittest
 import urllib.parse
 import warnings
+import weakref
 import wsgiref.util
 import wsgiref.validate
 import zlib
@@ -4774,26 +4775,82 @@ class FailedPushTest(DeliveryCase):
         self.assertEqual("sem resposta em 1 s", item["motivo"])
 
     def test_an_answer_that_trickles_has_the_same_deadline(self):
+        start = b"HTTP/1.1 200 OK\r\n"
+        for part, begun in {
+            "headers": start + b"X-Slow: ",
+            "body": start + b"Content-Length: 9999999\r\n\r\n",
+            "last body": start + b"Connection: close\r\n\r\n",
+        }.items():
+            with self.subTest(part):
+                self.setUp()
+                self.trickle(begun)
+                self.assertEqual("sem resposta em 60 s", self.look()["motivo"])
+
+    def trickle(self, begun):
         cut = threading.Event()
+        self.addCleanup(cut.set)
 
         def trickle(line):
-            line.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            line.sendall(begun)
             self.steady.now += 61
             with contextlib.suppress(OSError):
-                while line.send(b"x"):
-                    cut.wait(0.01)
+                while line.send(b"x") and not cut.wait(0.01):
+                    pass
             return False
 
         target = self.answers(trickle)
         self.open(FORWARD_URL=target.url)
         self.send()
         self.turn()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 5
         while not self.news.wait(0.02):
             self.assertLess(time.monotonic(), deadline)
             self.turn()
         self.turn()
-        self.assertEqual("sem resposta em 60 s", self.look()["motivo"])
+
+    def test_an_interim_answer_is_not_the_answer(self):
+        def hints(line):
+            line.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
+            line.sendall(b"HTTP/1.1 102 Processing\r\n\r\n")
+            line.sendall(respond("500 E"))
+            return True
+
+        target = self.answers(hints)
+        self.open(FORWARD_URL=target.url)
+        self.send(b"1")
+        self.send(b"2")
+        self.flow()
+        self.assertEqual(["pendente", "processado"], self.statuses())
+        self.assertEqual("500 E", self.look(1)["motivo"])
+        self.assertEqual((2, 1), (len(target.requests), target.lines))
+
+    def test_an_answer_that_does_not_wait_for_the_body_is_heard(self):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.open(FORWARD_URL=f"http://127.0.0.1:{listener.getsockname()[1]}")
+            self.send(bytes(20 << 20))
+            self.turn()
+            line, _ = listener.accept()
+            with line:
+                line.recv(1000)
+                line.sendall(respond("413 Too Large", b"big"))
+            self.flow()
+        self.assertEqual("413 Too Large: big", self.look()["motivo"])
+
+    def test_a_thread_without_work_holds_no_message(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url, FORWARD_CONCURRENCY="8")
+        for _ in range(8):
+            self.send()
+        parcels = []
+        begin = self.delivery.targets[0].begin
+        self.delivery.targets[0].begin = lambda found: (
+            parcels.extend(map(weakref.ref, found)) or begin(found)
+        )
+        self.flow()
+        self.assertEqual(8, len(parcels))
+        end = time.monotonic() + 5
+        while any(parcel() for parcel in parcels):
+            self.assertLess(time.monotonic(), end)
 
     def test_a_long_answer_is_not_read_to_its_end(self):
         def pour(line):
@@ -5235,6 +5292,17 @@ class DeliveryLoopTest(Loop):
         self.turn(3)
         self.assertEqual([], target.bodies())
 
+    def test_while_commits_fail_it_tries_again_with_the_looks(self):
+        target = self.target()
+        self.delivery.targets[0].at_once = 300
+        for _ in range(300):
+            self.store.webhook(b"{}")
+        self.store._db = Faulty(self.store._db, "COMMIT")
+        self.server.rounds.answer(look=True)
+        self.assertEqual(math.inf, self.delivery.until)
+        self.assertFalse(self.delivery.due(look=False))
+        self.assertEqual([], target.requests)
+
     def test_when_nothing_is_to_be_done_the_loop_rests(self):
         self.target()
         self.turn(3)
@@ -5493,6 +5561,44 @@ class RelayTest(BrokerCase):
         self.until(done)
         self.assertIn("PRECONDITION_FAILED", self.look(2)["motivo"])
         self.assertLessEqual({b"1", b"3"}, {m[2] for m in self.got(name)})
+
+    def test_what_amqp_cannot_hold_ends_alone(self):
+        name = self.queue("strange")
+        self.relay(f"routing_key={name}", MAX_ATTEMPTS="1")
+        for body in (b"1", b"2", b"3"):
+            self.send(body)
+        odd = "UPDATE fila SET created_at = '2026-01-31T12:00:00Z' WHERE id = 2"
+        self.store._db.execute(odd)
+        self.flow()
+        self.assertEqual(["processado", "erro", "processado"], self.statuses())
+        self.assertIn("não pôde ser enviada: ValueError", self.look(2)["motivo"])
+        self.assertNotIn("12:00:00Z", self.logged())
+
+    def test_headers_for_which_the_broker_hangs_up_end_alone(self):
+        name = self.queue("frames")
+        self.relay(f"frame_max=8192&routing_key={name}", MAX_ATTEMPTS="1")
+        self.send(b"1")
+        self.send(b"2", HTTP_X_LONG="x" * 9000)
+        self.send(b"3")
+
+        def done():
+            self.steady.now += 1
+            return self.statuses() == ["processado", "erro", "processado"]
+
+        self.until(done)
+        self.assertIn("FRAME_ERROR", self.look(2)["motivo"])
+
+    def test_while_it_is_blocked_the_loop_rests_though_there_is_more(self):
+        name = self.queue("more")
+        self.relay(f"routing_key={name}")
+        self.until(lambda: self.target.up)
+        for _ in range(200):
+            self.send()
+        self.turn()
+        self.assertEqual(self.steady.now, self.delivery.until)
+        self.target.block()
+        self.turn()
+        self.assertEqual(math.inf, self.delivery.until)
 
     def test_while_the_broker_has_an_alarm_messages_wait(self):
         name = self.queue("blocked")
