@@ -4716,7 +4716,7 @@ class TlsTest(DeliveryCase):
 class FailedPushTest(DeliveryCase):
     """What is not 2xx comes back, and says why."""
 
-    def fail(self, *plan, **settings):
+    def deliver(self, *plan, **settings):
         """Delivers one message; it as it stands in the queue then."""
         target = self.answers(*plan)
         self.open(FORWARD_URL=target.url, **settings)
@@ -4740,14 +4740,14 @@ class FailedPushTest(DeliveryCase):
         ):
             with self.subTest(status):
                 self.setUp()
-                item = self.fail(respond(status, body))
+                item = self.deliver(respond(status, body))
                 self.assertEqual(("pendente", reason), (item["status"], item["motivo"]))
                 self.assertIn("disponivel_em", item)
                 self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
 
     def test_redirects_are_not_followed(self):
         other = self.answers()
-        item = self.fail(respond("301 Moved", b"", f"Location: {other.url}"))
+        item = self.deliver(respond("301 Moved", b"", f"Location: {other.url}"))
         self.assertIn(f"301 Moved para {other.url}", item["motivo"])
         self.assertEqual([], other.requests)
 
@@ -4762,7 +4762,7 @@ class FailedPushTest(DeliveryCase):
         }.items():
             with self.subTest(name):
                 self.setUp()
-                item = self.fail(answer)
+                item = self.deliver(answer)
                 self.assertEqual("pendente", item["status"])
                 self.assertIn("interrompida", item["motivo"])
                 self.after(120)
@@ -4771,7 +4771,9 @@ class FailedPushTest(DeliveryCase):
     def test_in_time_or_not_at_all(self):
         released = threading.Event()
         self.addCleanup(released.set)
-        item = self.fail(lambda line: released.wait(20) and False, FORWARD_TIMEOUT="1")
+        item = self.deliver(
+            lambda line: released.wait(20) and False, FORWARD_TIMEOUT="1"
+        )
         self.assertEqual("sem resposta em 1 s", item["motivo"])
 
     def test_an_answer_that_trickles_has_the_same_deadline(self):
@@ -4860,7 +4862,7 @@ class FailedPushTest(DeliveryCase):
                     line.sendall(bytes(1 << 20))
             return False
 
-        self.assertEqual("processado", self.fail(pour)["status"])
+        self.assertEqual("processado", self.deliver(pour)["status"])
 
     def test_it_waits_for_its_backoff_and_others_go_on(self):
         target = self.answers(respond("500 E"))
@@ -4876,7 +4878,7 @@ class FailedPushTest(DeliveryCase):
         self.assertEqual("2", target.requests[-1][2]["X-Buffer-Tentativa"])
 
     def test_retry_after_is_obeyed(self):
-        self.fail(respond("429 Slow", b"", "Retry-After: 300"))
+        self.deliver(respond("429 Slow", b"", "Retry-After: 300"))
         self.after(299)
         self.assertEqual(1, len(self.target.requests))
         self.after(2)
