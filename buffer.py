@@ -4166,6 +4166,13 @@ class Response(http.client.HTTPResponse):
         super().__init__(*values, **options)
         self.fp = Lines(self.fp.detach())
 
+    def _read_status(self):
+        """http.client knows of interim answers (RFC 9110 15.2) only 100, and would take
+        another one for the end: then what follows it answers the next message."""
+        version, status, reason = super()._read_status()
+        interim = 100 < status < 200
+        return version, http.client.CONTINUE if interim else status, reason
+
     def begin(self):
         lines = self.fp
         super().begin()
@@ -4181,9 +4188,9 @@ class Courier(threading.Thread):
     def __init__(self, target):
         super().__init__(name=f"courier of {target.name}", daemon=True)
         self.target = target
-        self.line = None  # the connection
-        self.until = math.inf  # the deadline of the delivery in hand
-        self.lock = threading.Lock()  # over line, until and late
+        self.line = self.socket = None  # the connection; it leaves its socket to the
+        self.until = math.inf  # last answer. The deadline of the delivery in hand
+        self.lock = threading.Lock()  # over socket, until and late
         self.late = False
 
     def run(self):
@@ -4195,6 +4202,7 @@ class Courier(threading.Thread):
                 self.hang_up()
                 result = Result("erro", f"não pôde ser enviada: {safe_text(error)}")
             self.target.finish(parcel, result)
+            del parcel  # or each of the threads keeps its last one while it waits
 
     def deliver(self, parcel):
         with self.lock:
@@ -4215,7 +4223,10 @@ class Courier(threading.Thread):
                     return failure
                 answer = self.post(parcel)
             with answer:
-                return result_of(answer, self.read(answer))
+                text = self.read(answer)
+            if self.late:  # one without a length seems to end where it is cut
+                raise TimeoutError
+            return result_of(answer, text)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.hang_up()
             if self.late or isinstance(error, TimeoutError):
@@ -4232,10 +4243,10 @@ class Courier(threading.Thread):
     def check(self, now):
         """Cuts a delivery that takes too long; timeouts of sockets are for each read."""
         with self.lock:
-            if now >= self.until and self.line and self.line.sock:
+            if now >= self.until and self.socket:
                 self.until, self.late = math.inf, True
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(self.line.sock, socket.SHUT_RDWR)
+                    socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def is_alive_still(self):
         """Whether there is a connection on which nothing has come, its end least."""
@@ -4262,12 +4273,12 @@ class Courier(threading.Thread):
         line.sock.settimeout(timeout)
         line.response_class = Response
         with self.lock:
-            self.line = line
+            self.line, self.socket = line, line.sock
         return None
 
     def hang_up(self):
         with self.lock:
-            line, self.line = self.line, None
+            line, self.line, self.socket = self.line, None, None
         if line:
             line.close()
 
@@ -4276,7 +4287,14 @@ class Courier(threading.Thread):
         line.putrequest("POST", self.target.address(parcel), True, True)
         for name, value in self.target.headers(parcel, body).items():
             line.putheader(name, value)
-        line.endheaders(body)
+        try:
+            line.endheaders(body)
+        except ConnectionError:  # it may have said why: 413, and not 408 for idleness
+            answer = line.getresponse()
+            if answer.status < 400 or answer.status == 408:
+                raise
+            answer.will_close = True
+            return answer
         return line.getresponse()
 
     def read(self, answer):
@@ -4328,7 +4346,9 @@ class Relay(Target):
     """
 
     at_once, lease = 1000, 60  # it is extended while the connection lives
-    MISCONFIGURED = 403, 404  # AMQP: no right, no exchange; the same for all messages
+    # With these AMQP closes for a cause that is the same for all messages: we have, an
+    # operator has, no vhost, no right, no exchange, not allowed.
+    FOR_ALL = 200, 320, 402, 403, 404, 530
 
     def __init__(self, name, url, source, settings, clock):
         super().__init__(name, url, source, settings, clock)
@@ -4452,14 +4472,20 @@ class Relay(Target):
             self.heard = self.clock()
         while self.parcels and self.channel.is_open:
             parcel = self.parcels.popleft()
-            self.tag += 1
-            self.unconfirmed[self.tag] = parcel
             [row] = parcel.rows
-            key = routing_key(self.routing_key, row)
-            what = self.pika.BasicProperties(**message_properties(row))
-            self.channel.basic_publish(
-                self.exchange, key, row["body"], what, mandatory=True
-            )
+            try:
+                key = routing_key(self.routing_key, row)
+                what = self.pika.BasicProperties(**message_properties(row))
+                self.channel.basic_publish(
+                    self.exchange, key, row["body"], what, mandatory=True
+                )
+            except Exception as error:  # it cannot be put into AMQP, and is not sent
+                log.exception("relay of message %d failed", parcel.id)
+                reason = f"não pôde ser enviada: {error!r}"[:500]
+                self.finish(parcel, Result("erro", reason))
+            else:
+                self.tag += 1
+                self.unconfirmed[self.tag] = parcel
 
     def came_back(self, channel, method, properties, body):
         """Nothing takes it (it is confirmed besides, after this)."""
@@ -4494,6 +4520,8 @@ class Relay(Target):
     def after_connection(self):
         with self.lock:
             self.up = self.blocked = False
+            with contextlib.suppress(Exception):  # its descriptors, before the garbage
+                self.connection.ioloop.close()
             published, waiting = list(self.unconfirmed.values()), list(self.parcels)
             self.unconfirmed.clear()
             self.returned.clear()
@@ -4501,11 +4529,11 @@ class Relay(Target):
         error = self.cause or self.why
         if not self.stopped.is_set():
             self.breaker.failed(self.said(error))
-        code = getattr(self.cause, "reply_code", 0)  # of a channel closed by the broker
-        by_message = code and code not in self.MISCONFIGURED
+        code = getattr(error, "reply_code", 200)
+        by_message = bool(published) and code not in self.FOR_ALL
         if by_message and len(published) == 1:
             self.finish(published.pop(), Result("recusada", f"recusada: {error!r}"))
-        self.alone = self.alone or bool(by_message)
+        self.alone = self.alone or by_message
         self.come_back(published + waiting, self.said(error))
 
     def said(self, error):
@@ -4695,6 +4723,7 @@ class Delivery:
         """In place of committed(): what came back is settled again in the next turn."""
         for target in self.targets:
             target.claimed, target.hungry = [], True
+        self.until = math.inf  # the next look tries again: a full disk takes a while
 
     def stop(self):
         self.loop_wake = lambda: None

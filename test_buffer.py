@@ -54,6 +54,7 @@ import tracemalloc
 import unittest
 import urllib.parse
 import warnings
+import weakref
 import wsgiref.util
 import wsgiref.validate
 import zlib
@@ -4895,7 +4896,7 @@ class TlsTest(DeliveryCase):
 class FailedPushTest(DeliveryCase):
     """What is not 2xx comes back, and says why."""
 
-    def fail(self, *plan, **settings):
+    def deliver(self, *plan, **settings):
         """Delivers one message; it as it stands in the queue then."""
         target = self.answers(*plan)
         self.open(FORWARD_URL=target.url, **settings)
@@ -4919,14 +4920,14 @@ class FailedPushTest(DeliveryCase):
         ):
             with self.subTest(status):
                 self.setUp()
-                item = self.fail(respond(status, body))
+                item = self.deliver(respond(status, body))
                 self.assertEqual(("pendente", reason), (item["status"], item["motivo"]))
                 self.assertIn("disponivel_em", item)
                 self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
 
     def test_redirects_are_not_followed(self):
         other = self.answers()
-        item = self.fail(respond("301 Moved", b"", f"Location: {other.url}"))
+        item = self.deliver(respond("301 Moved", b"", f"Location: {other.url}"))
         self.assertIn(f"301 Moved para {other.url}", item["motivo"])
         self.assertEqual([], other.requests)
 
@@ -4941,7 +4942,7 @@ class FailedPushTest(DeliveryCase):
         }.items():
             with self.subTest(name):
                 self.setUp()
-                item = self.fail(answer)
+                item = self.deliver(answer)
                 self.assertEqual("pendente", item["status"])
                 self.assertIn("interrompida", item["motivo"])
                 self.after(120)
@@ -4950,30 +4951,88 @@ class FailedPushTest(DeliveryCase):
     def test_in_time_or_not_at_all(self):
         released = threading.Event()
         self.addCleanup(released.set)
-        item = self.fail(lambda line: released.wait(20) and False, FORWARD_TIMEOUT="1")
+        item = self.deliver(
+            lambda line: released.wait(20) and False, FORWARD_TIMEOUT="1"
+        )
         self.assertEqual("sem resposta em 1 s", item["motivo"])
 
     def test_an_answer_that_trickles_has_the_same_deadline(self):
+        start = b"HTTP/1.1 200 OK\r\n"
+        for part, begun in {
+            "headers": start + b"X-Slow: ",
+            "body": start + b"Content-Length: 9999999\r\n\r\n",
+            "last body": start + b"Connection: close\r\n\r\n",
+        }.items():
+            with self.subTest(part):
+                self.setUp()
+                self.trickle(begun)
+                self.assertEqual("sem resposta em 60 s", self.look()["motivo"])
+
+    def trickle(self, begun):
         cut = threading.Event()
+        self.addCleanup(cut.set)
 
         def trickle(line):
-            line.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            line.sendall(begun)
             self.steady.now += 61
             with contextlib.suppress(OSError):
-                while line.send(b"x"):
-                    cut.wait(0.01)
+                while line.send(b"x") and not cut.wait(0.01):
+                    pass
             return False
 
         target = self.answers(trickle)
         self.open(FORWARD_URL=target.url)
         self.send()
         self.turn()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 5
         while not self.news.wait(0.02):
             self.assertLess(time.monotonic(), deadline)
             self.turn()
         self.turn()
-        self.assertEqual("sem resposta em 60 s", self.look()["motivo"])
+
+    def test_an_interim_answer_is_not_the_answer(self):
+        def hints(line):
+            line.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
+            line.sendall(b"HTTP/1.1 102 Processing\r\n\r\n")
+            line.sendall(respond("500 E"))
+            return True
+
+        target = self.answers(hints)
+        self.open(FORWARD_URL=target.url)
+        self.send(b"1")
+        self.send(b"2")
+        self.flow()
+        self.assertEqual(["pendente", "processado"], self.statuses())
+        self.assertEqual("500 E", self.look(1)["motivo"])
+        self.assertEqual((2, 1), (len(target.requests), target.lines))
+
+    def test_an_answer_that_does_not_wait_for_the_body_is_heard(self):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.open(FORWARD_URL=f"http://127.0.0.1:{listener.getsockname()[1]}")
+            self.send(bytes(20 << 20))
+            self.turn()
+            line, _ = listener.accept()
+            with line:
+                line.recv(1000)
+                line.sendall(respond("413 Too Large", b"big"))
+            self.flow()
+        self.assertEqual("413 Too Large: big", self.look()["motivo"])
+
+    def test_a_thread_without_work_holds_no_message(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url, FORWARD_CONCURRENCY="8")
+        for _ in range(8):
+            self.send()
+        parcels = []
+        begin = self.delivery.targets[0].begin
+        self.delivery.targets[0].begin = lambda found: (
+            parcels.extend(map(weakref.ref, found)) or begin(found)
+        )
+        self.flow()
+        self.assertEqual(8, len(parcels))
+        end = time.monotonic() + 5
+        while any(parcel() for parcel in parcels):
+            self.assertLess(time.monotonic(), end)
 
     def test_a_long_answer_is_not_read_to_its_end(self):
         def pour(line):
@@ -4983,7 +5042,7 @@ class FailedPushTest(DeliveryCase):
                     line.sendall(bytes(1 << 20))
             return False
 
-        self.assertEqual("processado", self.fail(pour)["status"])
+        self.assertEqual("processado", self.deliver(pour)["status"])
 
     def test_it_waits_for_its_backoff_and_others_go_on(self):
         target = self.answers(respond("500 E"))
@@ -4999,7 +5058,7 @@ class FailedPushTest(DeliveryCase):
         self.assertEqual("2", target.requests[-1][2]["X-Buffer-Tentativa"])
 
     def test_retry_after_is_obeyed(self):
-        self.fail(respond("429 Slow", b"", "Retry-After: 300"))
+        self.deliver(respond("429 Slow", b"", "Retry-After: 300"))
         self.after(299)
         self.assertEqual(1, len(self.target.requests))
         self.after(2)
@@ -5413,6 +5472,17 @@ class DeliveryLoopTest(Loop):
         self.turn(3)
         self.assertEqual([], target.bodies())
 
+    def test_while_commits_fail_it_tries_again_with_the_looks(self):
+        target = self.target()
+        self.delivery.targets[0].at_once = 300
+        for _ in range(300):
+            self.store.webhook(b"{}")
+        self.store._db = Faulty(self.store._db, "COMMIT")
+        self.server.rounds.answer(look=True)
+        self.assertEqual(math.inf, self.delivery.until)
+        self.assertFalse(self.delivery.due(look=False))
+        self.assertEqual([], target.requests)
+
     def test_when_nothing_is_to_be_done_the_loop_rests(self):
         self.target()
         self.turn(3)
@@ -5671,6 +5741,44 @@ class RelayTest(BrokerCase):
         self.until(done)
         self.assertIn("PRECONDITION_FAILED", self.look(2)["motivo"])
         self.assertLessEqual({b"1", b"3"}, {m[2] for m in self.got(name)})
+
+    def test_what_amqp_cannot_hold_ends_alone(self):
+        name = self.queue("strange")
+        self.relay(f"routing_key={name}", MAX_ATTEMPTS="1")
+        for body in (b"1", b"2", b"3"):
+            self.send(body)
+        odd = "UPDATE fila SET created_at = '2026-01-31T12:00:00Z' WHERE id = 2"
+        self.store._db.execute(odd)
+        self.flow()
+        self.assertEqual(["processado", "erro", "processado"], self.statuses())
+        self.assertIn("não pôde ser enviada: ValueError", self.look(2)["motivo"])
+        self.assertNotIn("12:00:00Z", self.logged())
+
+    def test_headers_for_which_the_broker_hangs_up_end_alone(self):
+        name = self.queue("frames")
+        self.relay(f"frame_max=8192&routing_key={name}", MAX_ATTEMPTS="1")
+        self.send(b"1")
+        self.send(b"2", HTTP_X_LONG="x" * 9000)
+        self.send(b"3")
+
+        def done():
+            self.steady.now += 1
+            return self.statuses() == ["processado", "erro", "processado"]
+
+        self.until(done)
+        self.assertIn("FRAME_ERROR", self.look(2)["motivo"])
+
+    def test_while_it_is_blocked_the_loop_rests_though_there_is_more(self):
+        name = self.queue("more")
+        self.relay(f"routing_key={name}")
+        self.until(lambda: self.target.up)
+        for _ in range(200):
+            self.send()
+        self.turn()
+        self.assertEqual(self.steady.now, self.delivery.until)
+        self.target.block()
+        self.turn()
+        self.assertEqual(math.inf, self.delivery.until)
 
     def test_while_the_broker_has_an_alarm_messages_wait(self):
         name = self.queue("blocked")
