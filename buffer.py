@@ -375,6 +375,8 @@ def read_headers(environ):
     for name in sorted(environ):
         found = re.fullmatch("FORWARD_HEADER_([A-Z0-9_]+)", name, re.IGNORECASE)
         if found:
+            if found[1].upper() in ("CONTENT_LENGTH", "TRANSFER_ENCODING"):
+                raise StartError(f"{name}: that is for buffer.py to say", 2)
             try:
                 value = header_value(environ[name])
             except ValueError:
@@ -3957,7 +3959,7 @@ class Breaker:
         """(delay, whether the attempt is spared) of a message that found it down."""
         first, unreachable = self.since is None, result.down == UNREACHABLE
         # what it answers is not for the log: it may quote the message, or what we sent
-        shown = result.reason if unreachable else f"it answers {result.reason[:3]}"
+        shown = result.reason if unreachable else result.outcome
         if not self.failed(shown, result.delay) or unreachable:
             return 0, True
         self._probes = self._probes + 1 if id_ == self._probe else 1
@@ -3973,19 +3975,21 @@ class Target:
 
     BYTES = 16 << 20  # of messages on their way at the same time
     BITE = 100  # messages of one claim, for which senders wait
+    SILENT = "timeout", "interrompida"
     at_once = 1  # messages on their way at the same time
 
-    def __init__(self, name, url, source, settings, clock):
-        self.name, self.url, self.source, self.clock = name, url, source, clock
+    def __init__(self, name, url, source, settings, delivery):
+        self.name, self.url, self.source = name, url, source
+        self.clock, self.results = delivery.clock, delivery.results
+        self.wake = delivery.wake
         self.timeout, self.rate = settings.forward_timeout, settings.forward_rate
         self.without = ()  # sources that have a target of their own
         self.group = settings.forward_group
-        self.breaker = Breaker(f"{name} ({url.hostname})", clock)
+        self.breaker = Breaker(f"{name} ({url.hostname})", self.clock)
         self.flying, self.weight = {}, 0  # parcel: when to extend its lease; bytes
         self.outcomes = collections.Counter()
         self.claimed, self.last = [], -math.inf  # of the last claim, and when it was
         self.hungry, self.more = True, False  # it may find something; at once even
-        self.results = self.wake = None  # Delivery sets them
         self._next = -math.inf  # when the next may start
 
     @property
@@ -4037,6 +4041,8 @@ class Target:
         del self.flying[parcel]
         self.weight -= parcel.size
         self.outcomes[result.outcome] += 1
+        if self.breaker.since is not None and result.outcome in self.SILENT:
+            result = result._replace(down=UNABLE)  # that does not mean it is up again
         if result.down:
             return self.found_down(parcel, result)
         self.breaker.passed()
@@ -4091,8 +4097,8 @@ def idempotency_key(row):
 class Push(Target):
     """Delivers by POST to a URL, with FORWARD_CONCURRENCY threads."""
 
-    def __init__(self, name, url, source, settings, clock):
-        super().__init__(name, url, source, settings, clock)
+    def __init__(self, name, url, source, settings, delivery):
+        super().__init__(name, url, source, settings, delivery)
         self.at_once = settings.forward_concurrency
         self.fixed = {name.lower(): value for name, value in settings.forward_header}
         if url.username is not None:
@@ -4350,8 +4356,8 @@ class Relay(Target):
     # operator has, no vhost, no right, no exchange, not allowed.
     FOR_ALL = 200, 320, 402, 403, 404, 530
 
-    def __init__(self, name, url, source, settings, clock):
-        super().__init__(name, url, source, settings, clock)
+    def __init__(self, name, url, source, settings, delivery):
+        super().__init__(name, url, source, settings, delivery)
         if self.group:
             raise StartError(f"{name} is amqp, which takes no FORWARD_GROUP", 2)
         self.pika = import_pika(name)
@@ -4361,7 +4367,7 @@ class Relay(Target):
         self.up = self.blocked = False
         self.alone = False  # one message at a time, to find the one that is refused
         self.why = self.cause = None  # why the connection ended; why this side ended it
-        self.heard = clock()  # when the broker has shown last that it confirms
+        self.heard = self.clock()  # when the broker has shown last that it confirms
         self.parcels = collections.deque()  # to publish
         self.unconfirmed, self.returned = {}, {}  # delivery tag: parcel; id: why
         self.tag = 0
@@ -4481,7 +4487,7 @@ class Relay(Target):
                 )
             except Exception as error:  # it cannot be put into AMQP, and is not sent
                 log.exception("relay of message %d failed", parcel.id)
-                reason = f"não pôde ser enviada: {error!r}"[:500]
+                reason = f"não pôde ser enviada: {safe_text(error)}"
                 self.finish(parcel, Result("erro", reason))
             else:
                 self.tag += 1
@@ -4630,8 +4636,7 @@ class Delivery:
         for name, address, source in places:
             if address:
                 url = urllib.parse.urlsplit(address)
-                target = SCHEMES[url.scheme](name, url, source, settings, clock)
-                target.results, target.wake = self.results, self.wake
+                target = SCHEMES[url.scheme](name, url, source, settings, self)
                 self.targets.append(target)
         if places[-1][1]:
             without = [target.source for target in self.targets[:-1]]

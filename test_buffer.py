@@ -5158,7 +5158,7 @@ class BreakerTest(DeliveryCase):
         self.send()
         self.flow()
         self.after(2)
-        self.assertIn("is down, one message is tried: it answers 503", self.logged())
+        self.assertIn("is down, one message is tried: 5xx", self.logged())
         self.assertNotIn("hidden", self.logged())
         self.assertIn("hidden", self.look(1)["motivo"])
 
@@ -5236,6 +5236,20 @@ class BreakerTest(DeliveryCase):
         self.assertEqual("erro", self.look()["status"])
         self.assertEqual("504 Timeout", self.look()["motivo"])
         self.assertEqual({"processado"}, set(self.statuses()[1:]))
+
+    def test_no_answer_does_not_show_that_it_is_up(self):
+        bad = respond("502 Bad", b"", "Connection: close")
+        target = self.answers(bad, *[reset] * 3)
+        self.open(FORWARD_URL=target.url)
+        for _ in range(3):
+            self.send()
+        self.flow()
+        for _ in range(3):
+            self.after(31)
+            self.assertEqual("parado", self.delivery.report()[0]["estado"])
+        self.assertEqual([1, 0, 0], self.attempts())
+        self.after(31)
+        self.assertEqual(["processado"] * 3, self.statuses())
 
     def test_any_other_answer_shows_that_it_is_up(self):
         target = self.answers(respond("502 Bad"), respond("404 Not Found"))
@@ -5403,6 +5417,7 @@ class DeliverySettingsTest(SettingsTest):
         self.assertNotIn("hidden", repr(read))
         line = self.refused(FORWARD_HEADER_X="hidden\nX: y")
         self.assertIn("FORWARD_HEADER_X='***': it takes the value of a header", line)
+        self.refused(FORWARD_HEADER_CONTENT_LENGTH="1")
 
     def test_a_source_of_its_own_is_one_that_signs(self):
         self.assertIn("SECRET_LOJA", self.refused(FORWARD_LOJA="http://x/"))
