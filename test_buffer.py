@@ -4866,18 +4866,27 @@ class PushTest(DeliveryCase):
         self.assertNotIn("fila_plain", names())
 
 
+def self_signed(folder):
+    """(key, certificate) for localhost, or None where there is no openssl."""
+    if not shutil.which("openssl"):
+        return None
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
+        f"-addext subjectAltName=DNS:localhost -keyout {key} -out {certificate}",
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    return key, certificate
+
+
 class TlsTest(DeliveryCase):
     def test_a_certificate_is_verified(self):
-        if not shutil.which("openssl"):
+        files = self_signed(self.folder)
+        if not files:
             self.skipTest("openssl is not installed")
-        key, certificate = self.folder / "key.pem", self.folder / "certificate.pem"
-        subprocess.run(
-            "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
-            f"-addext subjectAltName=DNS:localhost -keyout {key} -out {certificate}",
-            shell=True,
-            check=True,
-            capture_output=True,
-        )
+        key, certificate = files
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
         target = self.answers(tls=context)
@@ -5549,10 +5558,20 @@ class Broker:
     def __init__(self):
         self.folder = pathlib.Path(tempfile.mkdtemp())
         port, dist, epmd = unused_port(), unused_port(), unused_port()
-        (self.folder / "rabbitmq.conf").write_text(self.CONF)
+        self.tls_port, conf = unused_port(), [self.CONF]
+        self.files = self_signed(self.folder)
+        if self.files:
+            conf += [
+                f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}",
+                f"ssl_options.keyfile = {self.files[0]}",
+                f"ssl_options.certfile = {self.files[1]}",
+                f"ssl_options.cacertfile = {self.files[1]}",
+            ]
+        (self.folder / "rabbitmq.conf").write_text("\n".join([*conf, ""]))
         self.user = {"user": "rabbitmq", "group": "rabbitmq"} if not os.getuid() else {}
         if self.user:
-            shutil.chown(self.folder, **self.user)
+            for path in (self.folder, *self.folder.iterdir()):
+                shutil.chown(path, **self.user)
         facts = {
             "NODENAME": f"buffer{port}@localhost",
             "NODE_IP_ADDRESS": "127.0.0.1",
@@ -5848,6 +5867,26 @@ class RelayTest(BrokerCase):
         self.steady.now += 31
         self.until(lambda: self.statuses() == ["processado"])
         self.assertEqual([1], [row["attempts"] for row in self.rows()])
+
+    def test_amqps_verifies_the_certificate(self):
+        if not self.broker.files:
+            self.skipTest("openssl is not installed")
+        name = self.queue("secure")
+        url = (
+            f"amqps://guest:guest@localhost:{self.broker.tls_port}/?routing_key={name}"
+        )
+        trusted = {"SSL_CERT_FILE": str(self.broker.files[1])}
+        for environ, outcome in (({}, "down"), (trusted, "up")):
+            with mock.patch.dict(os.environ, environ):
+                self.open(FORWARD_URL=url)
+                [self.target] = self.delivery.targets
+                self.until(
+                    lambda: self.target.up or self.target.breaker.since is not None
+                )
+                self.assertEqual(outcome, "up" if self.target.up else "down")
+        self.send(b"1")
+        self.flow()
+        self.assertEqual([b"1"], [body for *_, body in self.got(name)])
 
     def test_a_wrong_password_is_told(self):
         self.open(
