@@ -96,6 +96,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import typing
 import urllib.parse
 import zlib
@@ -301,7 +302,7 @@ def workers(text):
 
 
 def target_url(text):
-    """http://host/path, https://, or amqp://user:password@host/vhost?exchange=..."""
+    """what begins with http://, https:// or amqp://, as in http://n8n:5678/webhook/x"""
     if text:
         matched(r"(https?|amqps?)://[!-~]+", text.replace("#", " "))
         parts = urllib.parse.urlsplit(text)
@@ -316,7 +317,7 @@ def header_value(text):
 
 
 def key_words(text):
-    """ID words, separated by |, of which the first that is there counts; or - for none"""
+    """ID words such as $.data.key.remoteJid, separated by | (the first found); - is none"""
     words = [matched(f"({ID_WORD})", word.strip())[0] for word in text.split("|")]
     return tuple(word for word in words if word != "-")
 
@@ -3985,7 +3986,8 @@ class Target:
         self.timeout, self.rate = settings.forward_timeout, settings.forward_rate
         self.without = ()  # sources that have a target of their own
         self.group = settings.forward_group
-        self.breaker = Breaker(f"{name} ({url.hostname})", self.clock)
+        self.where = f"{name} ({url.netloc.rpartition('@')[2]})"
+        self.breaker = Breaker(self.where, self.clock)
         self.flying, self.weight = {}, 0  # parcel: when to extend its lease; bytes
         self.outcomes = collections.Counter()
         self.claimed, self.last = [], -math.inf  # of the last claim, and when it was
@@ -4560,7 +4562,7 @@ def import_pika(name):
         import pika
         import pika.exceptions
     except ImportError:
-        hint = "pip install pika, or apt install python3-pika"
+        hint = f"{sys.executable} -m pip install pika, or apt install python3-pika"
         raise StartError(f"{name} needs pika for amqp. Try: {hint}") from None
     return pika
 
@@ -4623,6 +4625,7 @@ class Delivery:
         self.closing = False
         self._news = False  # the loop has been woken
         self._done, self._failed = [], []  # ids, verdicts; until they are committed
+        self.refused = Repeats(logging.WARNING, clock)
         self._changes = -1
         places = [
             (f"FORWARD_{name}", source.forward, name.lower().replace("_", "-"))
@@ -4669,6 +4672,7 @@ class Delivery:
         self.settle()
         for target in self.targets:
             if look:
+                self.refused.flush()
                 target.check(now)
                 self.store.estender(target.overdue(now), lease=target.lease)
             self.claim(target, now, crowded)
@@ -4694,10 +4698,21 @@ class Delivery:
             )
             self._failed.append(verdict)
             target.hungry = True
+            if not result.down:
+                self.tell(target, parcel, result)
         for verdict in self._failed:
             verdict()
         if self._done:
             self.store.processado(self._done)
+
+    def tell(self, target, parcel, result):
+        """Says once in a while that messages fail, but not what the target answers."""
+        what = result.outcome
+        if what.endswith("xx"):
+            what = result.reason[:3]  # the status
+        line = "%s did not take message %d, its attempt %d: %s"
+        kind = f"{target.name} {what}"
+        self.refused(kind, line, target.where, parcel.id, parcel.attempts, what)
 
     def claim(self, target, now, crowded):
         room, size = (0, 0) if self.closing else target.room(now)
@@ -4731,6 +4746,10 @@ class Delivery:
         self.until = math.inf  # the next look tries again: a full disk takes a while
 
     def stop(self):
+        self.refused.flush(gap=0)
+        flying = sum(len(target.flying) for target in self.targets)
+        if flying:
+            log.warning("%d deliveries without an answer: they come again", flying)
         self.loop_wake = lambda: None
         for target in self.targets:
             target.stop()
@@ -4840,6 +4859,15 @@ class Alarms(threading.Thread):
     EVERY, GAP = 10, 300  # seconds between looks, and between alarms of one kind
     LONGEST = 600  # seconds until the target is tried again
     SHOWN = 5  # reasons
+    OVER = types.MappingProxyType(
+        {
+            "disk": "the database's disk has room again",
+            "queue": "the queue is shorter again",
+            "erro": "no message has landed in erro for five minutes",
+            "age": "no message has waited for longer than ALERT_AGE",
+            "silence": "a message has come",
+        }
+    )
 
     def __init__(self, settings, store, pressure, clock=time.monotonic, send=post):
         super().__init__(name="alarms", daemon=True)
@@ -4925,7 +4953,10 @@ class Alarms(threading.Thread):
     def tell(self, kind, alarm, text, numbers):
         host, state = socket.gethostname(), "begins" if alarm.is_on else "over"
         said = {"kind": kind, "state": state, "host": host, "begun": alarm.begun}
-        text = f"buffer.py on {host}: {'' if alarm.is_on else 'over: '}{text}"
+        if not alarm.is_on:
+            summed = f"; before, {text}" if numbers.get("reasons") else ""
+            text = f"over: {self.OVER[kind]}{summed}"
+        text = f"buffer.py on {host}: {text}"
         if alarm.begun > alarm.is_on:
             text += f"; how often it began since the last alarm: {alarm.begun}"
         body = to_json({"text": text, **said, **numbers})
@@ -5518,7 +5549,12 @@ def forwards(settings):
 def open_delivery(settings, store):
     """The Delivery, if there is anywhere to deliver to; its threads run at once."""
     if any(forwards(settings)):
-        return Delivery(settings, store)
+        delivery = Delivery(settings, store)
+        places = ", ".join(target.where for target in delivery.targets)
+        log.info("delivers to %s", places)
+        return delivery
+    if settings.forward_group or settings.forward_header:
+        raise StartError("FORWARD_GROUP or a header is set, but not FORWARD_URL", 2)
     store.leave_out(False)
     return None
 
@@ -5685,7 +5721,8 @@ def show_progress(_, remaining, total):
 
 def run_service(_):
     if BaseWSGIServer is object:  # the import above has failed
-        hint = "pip install -U waitress, or apt install python3-waitress"
+        pip = f"{sys.executable} -m pip install -U waitress"
+        hint = f"{pip}, or apt install python3-waitress"
         raise StartError(f"waitress 2.1.2 or newer is missing. Try: {hint}")
     settings = Settings.read(os.environ)
     start_log(settings)

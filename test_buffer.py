@@ -4935,6 +4935,20 @@ class FailedPushTest(DeliveryCase):
                 self.assertIn("disponivel_em", item)
                 self.assertEqual("fluindo", self.delivery.report()[0]["estado"])
 
+    def test_the_log_says_once_in_a_while_that_messages_are_refused(self):
+        target = self.answers(default=respond("404 Hidden", b"hidden"))
+        self.open(FORWARD_URL=target.url)
+        for _ in range(5):
+            self.send()
+        self.flow()
+        where = f"FORWARD_URL (127.0.0.1:{target.port})"
+        line = f"{where} did not take message 1, its attempt 1: 404 (number 1, 1 new)"
+        self.assertIn(line, self.logged())
+        self.assertEqual(1, self.logged().count("did not take"))
+        self.delivery.stop()
+        self.assertIn("404 (number 5, 4 new)", self.logged())
+        self.assertNotIn("idden", self.logged())
+
     def test_redirects_are_not_followed(self):
         other = self.answers()
         item = self.deliver(respond("301 Moved", b"", f"Location: {other.url}"))
@@ -5414,7 +5428,9 @@ class DeliverySettingsTest(SettingsTest):
         ):
             with self.subTest(url):
                 line = self.refused(FORWARD_URL=url)
-                self.assertIn("FORWARD_URL='***': it takes http://host/path", line)
+                self.assertIn(
+                    "FORWARD_URL='***': it takes what begins with http://", line
+                )
 
     def test_headers(self):
         read = self.read(
@@ -5429,6 +5445,12 @@ class DeliverySettingsTest(SettingsTest):
         self.assertIn("FORWARD_HEADER_X='***': it takes the value of a header", line)
         self.refused(FORWARD_HEADER_CONTENT_LENGTH="1")
 
+    def test_what_belongs_to_a_target_without_one(self):
+        for name in ("FORWARD_GROUP", "FORWARD_HEADER_X"):
+            settings = self.read(GROUP_KEY="$.de", **{name: "8"})
+            with self.assertRaisesRegex(buffer.StartError, "but not FORWARD_URL"):
+                buffer.open_delivery(settings, None)
+
     def test_a_source_of_its_own_is_one_that_signs(self):
         self.assertIn("SECRET_LOJA", self.refused(FORWARD_LOJA="http://x/"))
 
@@ -5438,7 +5460,7 @@ class DeliverySettingsTest(SettingsTest):
         with without, self.assertRaises(buffer.StartError) as caught:
             buffer.Delivery(settings, None)
         self.assertIn(
-            "pip install pika, or apt install python3-pika", str(caught.exception)
+            "-m pip install pika, or apt install python3-pika", str(caught.exception)
         )
 
 
