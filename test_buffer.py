@@ -7641,7 +7641,10 @@ class BackupTest(Case):
         self.assertEqual([(3000,)], rows(self.copy, "SELECT count(*) FROM fila"))
 
     HELD = """
-import sys, time, buffer
+import signal, sys, time, buffer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may
+for number in (signal.SIGTERM, signal.SIGHUP):  # have them ignored
+    signal.signal(number, signal.SIG_DFL)
 class Store(buffer.ReadOnlyStore):
     def backup(self, *values):
         super().backup(*values)
