@@ -3931,6 +3931,7 @@ class Breaker:
 
     def __init__(self, name, clock):
         self.name, self.clock = name, clock
+        self.told = Repeats(logging.WARNING, clock)
         self.since = None  # when the target went down; None while it is up
         self.until = -math.inf  # when it is tried again
         self._failures, self._probe, self._probes = 0, None, 0
@@ -3938,7 +3939,7 @@ class Breaker:
     def passed(self):
         if self._failures >= self.TOLD:
             spent = self.clock() - self.since
-            log.warning("%s is back after %.0f seconds", self.name, spent)
+            self.told("back", "%s is back after %.0f seconds", self.name, spent)
         self.since, self.until = None, -math.inf
         self._failures = self._probes = 0
 
@@ -3953,7 +3954,8 @@ class Breaker:
         self.until = now + max(wait, delay or 0)
         self._failures += 1
         if self._failures == self.TOLD:
-            log.warning("%s is down, one message is tried: %s", self.name, reason)
+            line = "%s is down, one message is tried: %s"
+            self.told("down", line, self.name, reason)
         return True
 
     def verdict(self, id_, result):
@@ -4673,6 +4675,7 @@ class Delivery:
         for target in self.targets:
             if look:
                 self.refused.flush()
+                target.breaker.told.flush()
                 target.check(now)
                 self.store.estender(target.overdue(now), lease=target.lease)
             self.claim(target, now, crowded)

@@ -5186,6 +5186,18 @@ class BreakerTest(DeliveryCase):
         self.assertNotIn("hidden", self.logged())
         self.assertIn("hidden", self.look(1)["motivo"])
 
+    def test_one_that_flaps_does_not_fill_the_log(self):
+        target = self.answers(*[respond("503 Down")] * 2 + [Answers.OK], default=None)
+        target.plan *= 20
+        self.open(FORWARD_URL=target.url)
+        for _ in range(20):
+            self.send()
+        self.flow()
+        for _ in range(20):
+            self.after(2)
+        self.assertLess(self.logged().count("is down"), 3)
+        self.assertLess(self.logged().count("is back"), 3)
+
     def test_the_order_is_kept(self):
         port = unused_port()
         self.open(FORWARD_URL=f"http://127.0.0.1:{port}")
