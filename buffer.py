@@ -4084,12 +4084,6 @@ class Target:
         }
 
 
-# Of the sender's headers, what describes its own request and not the message; names of
-# ours, which a sender could forge.
-NOT_FORWARDED = {"host", "content-length", "accept-encoding"}
-OURS = {"idempotency-key", "x-buffer-id", "x-buffer-tentativa"}
-
-
 def idempotency_key(row):
     """The same in every delivery of the same event; a colon tells it from an id."""
     if not row["event_id"]:
@@ -4147,8 +4141,7 @@ class Push(Target):
             headers = {"content-type": "application/json"}
         else:
             headers = json.loads(parcel.rows[0]["headers"] or "{}")
-        for name in NOT_FORWARDED | OURS:
-            headers.pop(name, None)
+        headers.pop("accept-encoding", None)  # which the sender could read, and not we
         headers["host"] = self.url.netloc.rpartition("@")[2]
         headers["content-length"] = str(len(body))
         headers["x-buffer-id"] = str(parcel.id)

@@ -5564,7 +5564,8 @@ class DeliveryLoopTest(Loop):
         self.client(http_post(b"1"))
         self.client(http_post(b"2"))
         self.until(begun.is_set)
-        threading.Timer(0.2, release.set).start()
+        # after silent connections are closed, so that only the delivery is awaited
+        threading.Timer(2 * self.server.QUIET, release.set).start()
         self.server.drain()
         statuses = [row["status"] for row in self.rows()]
         self.assertEqual(
