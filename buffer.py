@@ -4150,6 +4150,13 @@ class Push(Target):
         return {**headers, **self.fixed}
 
 
+def http_line(url, timeout):
+    """A connection to a split URL, not made yet; over https it verifies certificates."""
+    secure = url.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    return kind(url.hostname, url.port, timeout=timeout)
+
+
 class Lines(io.BufferedReader):
     """http.client takes headers that break off for whole ones; here they raise."""
 
@@ -4265,9 +4272,7 @@ class Courier(threading.Thread):
         """A new connection; a Result when there is none to be had."""
         self.hang_up()
         url, timeout = self.target.url, self.target.timeout
-        secure = url.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        line = kind(url.hostname, url.port, timeout=min(self.CONNECT, timeout))
+        line = http_line(url, min(self.CONNECT, timeout))
         try:
             line.connect()
         except (OSError, UnicodeError) as error:
@@ -4817,10 +4822,8 @@ def post(url, body, timeout=10):
     """Sends JSON; OSError or HTTPException unless the answer is 2xx. Redirects are not
     followed: who may read the alarms stands in the URL."""
     parts = urllib.parse.urlsplit(url)
-    secure = parts.scheme == "https"  # HTTPSConnection verifies the certificate
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "User-Agent": "buffer.py"}
-    link = kind(parts.hostname, parts.port, timeout=timeout)
+    link = http_line(parts, timeout)
     with contextlib.closing(link):
         link.connect()
         # the timeout is for one byte, and one every nine seconds would hold us for ever
@@ -5649,7 +5652,11 @@ def show_status(_):
     The same as GET /metrics, whether the service runs or not. It changes nothing.
     """
     with contextlib.closing(configured_file()) as store:
-        print(status_table(store.report()))
+        table = status_table(store.report())
+    try:
+        print(table, flush=True)
+    except BrokenPipeError:  # who reads has seen enough, as in status | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def status_table(report):

@@ -7543,6 +7543,20 @@ class StatusTest(Case):
         self.assertEqual(1, done.returncode)
         self.assertRegex(done.stderr, r"\Abuffer.py: .*no buffer.py that counts.*\n\Z")
 
+    def test_who_reads_only_its_start_sees_no_error(self):
+        reads, writes = os.pipe()
+        os.close(reads)
+        env = {**os.environ, "DB_PATH": self.configured.db_path}
+        done = subprocess.run(
+            [sys.executable, str(HERE / "buffer.py"), "status"],
+            env=env,
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        os.close(writes)
+        self.assertEqual((0, b""), (done.returncode, done.stderr))
+
     def test_what_is_no_database_is_one_line(self):
         path = self.folder / "text"
         path.write_text("not a database" * 100)
