@@ -69,9 +69,11 @@ import contextlib
 import dataclasses
 import datetime
 import email.utils
+import errno
 import fcntl
 import functools
 import hashlib
+import heapq
 import hmac
 import http
 import http.client
@@ -87,6 +89,7 @@ import re
 import resource
 import secrets
 import select
+import selectors
 import shutil
 import signal
 import socket
@@ -424,6 +427,9 @@ class Settings:
     db_path: str = setting("./dados/buffer_webhooks.sqlite", path, "the database")
     max_body: int = setting(
         "32M", size, "largest webhook (Evolution API sends media as base64 in JSON)"
+    )
+    max_unverified: int = setting(
+        "64M", size, "bytes on their way, all together, from senders not known yet"
     )
     lease: int = setting(
         "600", seconds, "seconds a consumer has before a message is given out again"
@@ -2792,7 +2798,10 @@ class Reply:
     there sooner when something changes.
     """
 
-    __slots__ = ("body", "by_time", "code", "headers", "status", "wait", "wait_for")
+    __slots__ = (
+        *("body", "by_time", "code", "headers", "status", "wait", "wait_for"),
+        "_head",
+    )
 
     def __init__(
         self, code, body, kind, headers=(), wait=0, wait_for=None, by_time=False
@@ -2804,10 +2813,20 @@ class Reply:
         self.headers = (("Content-Type", kind), ("Content-Length", length), *headers)
         if code == http.HTTPStatus.NO_CONTENT:
             self.headers = tuple(headers)
+        self._head = None
 
     @classmethod
     def json(cls, body, **wait):
         return cls(200, body + b"\n", "application/json", **wait)
+
+    @property
+    def head(self):
+        """In bytes, without what belongs to the connection; made once for those that
+        are given again and again."""
+        if self._head is None:
+            lines = [f"HTTP/1.1 {self.status}", *map(": ".join, self.headers), ""]
+            self._head = "\r\n".join(lines).encode("latin-1")
+        return self._head
 
     def wsgi(self, environ, start_response):
         start_response(self.status, list(self.headers))
@@ -3330,6 +3349,7 @@ class App:
         watchers = settings.token + (settings.metrics_token or ())
         self.good = {SENDER: senders, CONSUMER: settings.token, WATCHER: watchers}
         self.delivery = None  # what pushes messages, if something does
+        self.connections = None  # how many the server has
         self.times = {}  # route: Histogram of seconds from complete to answered
         self.shared = Histogram(NUMBERS)  # requests in one commit
         self.refused = Repeats(logging.WARNING)
@@ -3357,10 +3377,11 @@ class App:
     def respond(self, environ):
         """The reply to a request. It never raises, since others wait for theirs."""
         try:
-            request = Request(environ)
-            handler, right = self.route(request)
-            if right is not ANYBODY:
-                self.authorize(request, right)
+            if "buffer.admitted" not in environ:
+                self.admit(environ)
+            request, handler = environ.pop("buffer.admitted")
+            if request.source:
+                self.verify(request)
             return handler(request)
         except Refusal as refusal:
             return self.refuse(refusal, environ)
@@ -3370,6 +3391,18 @@ class App:
             where = trail(error)
             self.trouble(where, "answering 503, unexpected error: %s", where)
             return UNAVAILABLE
+
+    def admit(self, environ):
+        """Decides by its head alone who may bring a body; whether the sender is known
+        then, since a source is by what it has signed. Refusal for all others."""
+        request = Request(environ)
+        handler, right = self.route(request)
+        if right is not ANYBODY:
+            self.authorize(request, right)
+        if right is SENDER and self.pressure.cause:
+            raise too_full(self.pressure.cause)
+        environ["buffer.admitted"] = request, handler
+        return right is not ANYBODY and not request.source
 
     def route(self, request):
         """(handler, right). Refusal 404, or 405 with Allow (RFC 9110 15.5.6).
@@ -3387,7 +3420,8 @@ class App:
     def authorize(self, request, right):
         """Refusal 401 without a token for this; compared as bytes, in constant time.
 
-        For a source its signature is the credential, and a token does not replace it.
+        For a source its signature is the credential, and a token does not replace it:
+        verify() needs the body.
 
         Evolution API with "webhook by events" appends the event to the whole URL as
         text: /webhook?token=T/messages-upsert. What follows the token counts as path.
@@ -3395,7 +3429,7 @@ class App:
         if right is SENDER and self.sources:
             request.source = self.source(request)
             if request.source:
-                return self.verify(request)
+                return
         good = self.good[right]
         given = request.header_token() or request.query_token or b""
         fits = [token for token in good if hmac.compare_digest(given, token)]
@@ -3428,8 +3462,6 @@ class App:
 
     def webhook(self, request):
         """A plain webhook or a source's; what a provider asks to check the URL first."""
-        if self.pressure.cause:
-            raise too_full(self.pressure.cause)
         self.limit_rate(request)
         settings, source = self.settings, request.source
         if not source:
@@ -3751,6 +3783,13 @@ class App:
         self.refused(reason, line, code, reason, method, path, client)
         self.store.refused(reason)
         return refusal.reply
+
+    def dropped(self, count, limit):
+        """Notes that connections were closed for others."""
+        line = "at the limit of %d connections, those go that have got nothing done"
+        self.trouble("connections", line, limit, times=count)
+        for _ in range(count):
+            self.store.refused("connections")
 
     def tick(self, now):
         """What has to be looked at now and then; called often, by the server after each
@@ -4976,26 +5015,15 @@ class Alarms(threading.Thread):
 # The server
 
 try:
-    from waitress import create_server, receiver, wasyncore
-    from waitress.channel import HTTPChannel
-    from waitress.parser import HTTPRequestParser, ParsingError
-    from waitress.receiver import CHUNK_EXT_RE, ONLY_HEXDIG_RE  # new in 2.1.1
+    from waitress import create_server, wasyncore
     from waitress.server import BaseWSGIServer
-    from waitress.task import Task, WSGITask
-    from waitress.utilities import BadRequest
+
+    Socket = wasyncore.dispatcher
 except ImportError:  # a host that brings its own WSGI server needs none of this room
-    BaseWSGIServer = HTTPChannel = HTTPRequestParser = Task = object
-else:
+    BaseWSGIServer = Socket = object
 
-    def strict(regex):
-        """Their $ fits before a line feed too, as in the chunk size 8\\n."""
-        return re.compile(regex.pattern.removesuffix(b"$") + rb"\Z")
-
-    receiver.ONLY_HEXDIG_RE = strict(ONLY_HEXDIG_RE)
-    receiver.CHUNK_EXT_RE = strict(CHUNK_EXT_RE)
-
-# What the parser, not the application, refuses; anything else is trouble of ours.
-PARSER_REFUSALS = {
+# What is refused before the application sees it.
+UNREADABLE = {
     400: "requisição inválida",
     408: "tempo esgotado",
     413: "payload grande demais",
@@ -5004,118 +5032,399 @@ PARSER_REFUSALS = {
 }
 
 
-class Parser(HTTPRequestParser):
-    """waitress's parser with its traps closed; `adj.max_body` limits a body's bytes."""
+def unreadable(code):
+    return Refusal(code, UNREADABLE[code])
 
-    CONTROL = re.compile(rb"[\0-\x1f\x7f]")
-    FOLDED = re.compile(rb"(?m)^[ \t]")
-    CODING = re.compile(rb"(?im)^transfer-encoding:[ \t]*(.*?)[ \t]*\r?$")
 
-    def parse_header(self, header_plus):
-        line, end, rest = header_plus.partition(b"\r\n")
-        # raw UTF-8 in the path, as curl and PHP send it, would be a final 400
-        line = re.sub(rb"[\x80-\xff]", lambda byte: b"%%%02X" % ord(byte[0]), line)
-        codings = b",".join(self.CODING.findall(rest)).split(b",")
-        self.forbid(self.CONTROL.search(line), "control character in the request line")
-        self.forbid(self.FOLDED.search(rest), "folded header")  # RFC 9112 5.2
-        try:
-            super().parse_header(line + end + rest)
-        except ValueError:  # a Content-Length of 5,000 digits, a target http://[::1/x
-            raise ParsingError("unreadable") from None
-        self.forbid(self.version not in ("1.0", "1.1") or not self.command, "version")
-        # what comes next is request smuggling, RFC 9112 6.1 and 6.3
-        self.forbid(len(codings) > 1, "several Transfer-Encodings")
-        self.forbid(
-            self.CODING.search(rest) and codings == [b""], "no Transfer-Encoding"
-        )
-        self.forbid("TRANSFER_ENCODING" in self.headers, "chunks in HTTP/1.0")
-        self.forbid(self.chunked and "CONTENT_LENGTH" in self.headers, "two lengths")
+# What stands in a head besides the ends of its lines; in a method, which is in capitals
+# (RFC 9110 9.1); in a field's name; in a target, where the rest is escaped.
+PLAIN = bytes({9, *range(32, 127), *range(128, 256)})
+METHOD = b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+NAME = METHOD + METHOD.lower()
+VISIBLE = "".join(map(chr, range(33, 127)))
+AUTHORITY = re.compile(rb"(?i)https?://(\[[0-9a-f:.]+\]|[\w.~%-]+)(:[0-9]*)?")
 
-    def forbid(self, wrong, why):
-        if wrong:
-            raise ParsingError(why)
+
+@functools.lru_cache(maxsize=1024)  # senders repeat themselves
+def field_key(name):
+    """Where WSGI has a header; None where it could not tell it from another, since '_'
+    is as '-' there. Refusal for what is no name, such as the start of a folded line."""
+    if not name or name.translate(None, NAME):
+        raise unreadable(400)
+    return None if b"_" in name else environ_key(name.decode())
+
+
+class Incoming:
+    """A request as it arrives. It is read strictly (RFC 9112), since what a proxy in
+    front understands in another way could smuggle a second one in, and in time linear
+    in its bytes. `environ` is there when its head is, `file` when its body is to come.
+    """
+
+    HEAD = 65536  # bytes
+    IN_MEMORY = 512 << 10  # bytes of a body whose sender is known
+    environ = file = chunks = error = None
+    is_complete = is_known = awaits_continue = False
+    length, connection = 0, b""  # of the body; what the answer says of it
+
+    def __init__(self, app, address):
+        self.app, self.address = app, address
+        self.begun = bytearray()  # the head, while it is not complete
 
     def received(self, data):
-        try:
-            consumed = super().received(data)
-        except OSError as error:  # big bodies arrive in a temporary file: its disk
-            self.refuse(503, error)
-            return len(data)
-        body = self.body_rcv
-        if body is not None and not self.error:
-            if max(self.content_length, len(body)) > self.adj.max_body:
-                self.refuse(413)
-            elif self.chunked and len(body.control_line + body.trailer) > 16384:
-                self.refuse(400)  # else an endless chunk size is searched ever again
-        if self.completed:  # else a 100 goes out and the next request is merged in
-            self.expect_continue = False
-        return consumed
+        """Takes bytes in and returns those behind its end. Refusal, or OSError where the
+        body cannot be put aside."""
+        if self.environ is None:
+            data = self.in_head(data)
+            if self.environ is None:
+                return data
+        return self.in_body(data)
 
-    def refuse(self, code, text=""):
-        self.error, self.completed = BadRequest(text), True
-        self.error.code = code
+    def in_head(self, data):
+        before = len(self.begun)
+        if before:
+            self.begun += data
+            data = self.begun
+        end = data.find(b"\r\n\r\n", max(0, before - 3))
+        if (len(data) if end < 0 else end) > self.HEAD:
+            raise unreadable(431)
+        if end >= 0:
+            head, rest = bytes(data[:end]), bytes(data[end + 4 :])
+            self.begun = b""
+            self.environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": self.address}
+            self.read_head(head)
+            return rest
+        start = before - (data[before - 1 : before] == b"\r")
+        odd = data[start:].translate(None, PLAIN).replace(b"\r\n", b"")
+        if odd.removesuffix(b"\r"):  # lines that end in LF, a TLS hello
+            raise unreadable(400)
+        if not before:
+            self.begun += data
+        return b""
+
+    def read_head(self, head):
+        line, *fields = head.split(b"\r\n")
+        words = line.split(b" ")
+        if (
+            head.translate(None, PLAIN) != b"\r\n" * len(fields)
+            or len(words) != 3
+            or words[0].translate(None, METHOD)
+            or words[2] not in (b"HTTP/1.1", b"HTTP/1.0")
+            or b"\t" in line
+        ):
+            raise unreadable(400)
+        method, target, version = words
+        self.environ["REQUEST_METHOD"] = method.decode()
+        self.read_target(target)
+        self.read_fields(fields)
+        self.read_framing(version == b"HTTP/1.1")
+
+    def read_target(self, target):
+        """In origin-form, or in absolute-form as for a proxy (RFC 9112 3.2)."""
+        if not target.isascii():  # curl and PHP send raw UTF-8
+            target = urllib.parse.quote(target, VISIBLE).encode()
+        path = target.partition(b"#")[0]
+        if not path.startswith(b"/"):
+            host = AUTHORITY.match(path)
+            path = path[host.end() :] if host else b""
+            if path[:1] not in (b"/", b"?") and not (host and not path):
+                raise unreadable(400)
+        path, _, query = path.partition(b"?")
+        if b"%" in path:
+            path = urllib.parse.unquote_to_bytes(path)
+        self.environ["PATH_INFO"] = "/" + path.lstrip(b"/").decode("latin-1")
+        self.environ["QUERY_STRING"] = query.decode()
+        self.environ["REQUEST_URI"] = target.decode()
+
+    def read_fields(self, fields):
+        environ, several = self.environ, {}
+        for field in fields:
+            name, colon, value = field.partition(b":")
+            key = (field_key if len(name) < 64 else field_key.__wrapped__)(name)
+            if not colon:
+                raise unreadable(400)
+            if key is None:
+                continue
+            value = value.strip(b" \t").decode("latin-1")
+            if key in environ:
+                several.setdefault(key, [environ[key]]).append(value)
+            else:
+                environ[key] = value
+        for key, values in several.items():  # RFC 9110 5.3
+            environ[key] = ", ".join(values)
+        if "HTTP_HOST" in several:  # RFC 9112 3.2
+            raise unreadable(400)
+
+    def read_framing(self, is_current):
+        """Where the request ends and whether the connection does (RFC 9112 6 and 9.3)."""
+        environ = self.environ
+        if is_current and "HTTP_HOST" not in environ:
+            raise unreadable(400)
+        options = environ.get("HTTP_CONNECTION", "").lower()
+        options = {option.strip() for option in options.split(",")}
+        if "close" in options:
+            self.connection = CLOSE
+        elif not is_current:
+            self.connection = KEEP_ALIVE if "keep-alive" in options else CLOSE
+            environ.pop("HTTP_EXPECT", None)
+        coding = environ.pop("HTTP_TRANSFER_ENCODING", None)
+        length = environ.get("CONTENT_LENGTH")
+        if coding is not None:
+            if not is_current or length is not None or "," in coding or not coding:
+                raise unreadable(400)
+            if coding.lower() != "chunked":
+                raise unreadable(501)
+            self.chunks = Chunks()
+        elif length is not None:
+            if not (length.isascii() and length.isdigit() and len(length) <= 18):
+                raise unreadable(400)
+            self.length = int(length)
+            self.must_fit(self.length)
+
+    def must_fit(self, length):
+        if length > self.app.settings.max_body:
+            raise unreadable(413)
+
+    def in_body(self, data):
+        if self.file is None and not self.chunks and len(data) >= self.length:
+            return self.complete(io.BytesIO(data[: self.length]), data[self.length :])
+        if self.file is None:
+            self.begin_body(data)
+        if self.chunks:
+            rest = self.chunks.received(data, self.file)
+            self.must_fit(self.file.tell())
+            if rest is None:
+                return b""
+            self.environ["CONTENT_LENGTH"] = str(self.file.tell())
+        else:
+            missing = self.length - self.file.tell()
+            self.file.write(data[:missing])
+            if len(data) < missing:
+                return b""
+            rest = data[missing:]
+        self.file.seek(0)
+        return self.complete(self.file, rest)
+
+    def begin_body(self, data):
+        """Only who may send brings a body. Where it is signed that is known at its end:
+        it stays in memory, where Server.hold() bounds it."""
+        self.is_known = self.app.admit(self.environ)
+        limit = self.IN_MEMORY if self.is_known else 0  # 0 is none
+        self.file = tempfile.SpooledTemporaryFile(limit)  # noqa: SIM115 - goes with it
+        expects = self.environ.get("HTTP_EXPECT", "").lower()
+        self.awaits_continue = expects == "100-continue" and not data
+
+    def complete(self, body, rest):
+        self.environ["wsgi.input"] = body
+        self.environ["wsgi.input_terminated"] = self.is_complete = True
+        return rest
+
+    def held(self):
+        """Bytes in memory whose sender is not known yet."""
+        if self.is_known or self.is_complete:
+            return 0
+        return len(self.begun) + (self.file.tell() if self.file else 0)
 
 
-class Answer(Task):
-    """Sends the reply that the round has made, header and body in one piece."""
+class Chunks:
+    """A body in chunks (RFC 9112 7.1). Extensions and trailers are read over."""
 
-    complete = True  # waitress: the status is known
+    LINE, TRAILERS = 8192, 16384  # bytes
+    SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[!-~][\t -~\x80-\xff]*)?")
 
-    def execute(self):
-        channel, reply = self.channel, self.channel.reply
-        self.status, self.response_headers = reply.status, list(reply.headers)
-        if self.request.error or channel.server.task_dispatcher.closing:
-            self.request.headers.pop("CONNECTION", None)
-            self.response_headers.append(("Connection", "close"))
-            self.close_on_finish = True
-        channel.lingers = bool(self.request.error)
-        head = self.build_response_header()  # may add Connection: close
-        self.wrote_header = True
-        bodiless = getattr(self.request, "command", "") == "HEAD"
-        channel.write_soon(head + (b"" if bodiless else reply.body))
+    def __init__(self):
+        self.rest = b""  # of a line that is not complete
+        self.left = 0  # bytes of the chunk that are to come
+        self.ends_line = self.is_last = False
+        self.trailers = 0
+
+    def received(self, data, file):
+        """Writes the content to a file; what is behind it, or None while it goes on."""
+        data, at = self.rest + data, 0
+        while at < len(data):
+            if self.left:
+                piece = data[at : at + self.left]
+                file.write(piece)
+                at, self.left = at + len(piece), self.left - len(piece)
+                self.ends_line = True
+                continue
+            end = data.find(b"\r\n", at, at + self.LINE)
+            if end < 0:
+                break
+            line, at = data[at:end], end + 2
+            if self.is_last and not line:
+                return data[at:]
+            self.read_line(line)
+        self.rest = data[at:]
+        if len(self.rest) >= self.LINE or b"\n" in self.rest:
+            raise unreadable(400)
+        return None
+
+    def read_line(self, line):
+        if self.is_last:
+            self.trailers += len(line)
+            name, colon, _ = line.partition(b":")
+            if not colon or name.translate(None, NAME) or line.translate(None, PLAIN):
+                raise unreadable(400)
+        elif self.ends_line:  # of a chunk's content
+            if line:
+                raise unreadable(400)
+            self.ends_line = False
+        else:
+            found = self.SIZE.fullmatch(line)
+            if not found:
+                raise unreadable(400)
+            self.left = int(found[1], 16)
+            self.is_last = not self.left
+        if self.trailers > self.TRAILERS:
+            raise unreadable(431)
 
 
-class Channel(HTTPChannel):
-    """A connection."""
+CLOSE, KEEP_ALIVE = b"Connection: close\r\n", b"Connection: keep-alive\r\n"
 
-    parser_class = Parser
-    task_class = error_task_class = Answer
+
+@functools.lru_cache(maxsize=1)
+def http_date(seconds):
+    return f"Date: {email.utils.formatdate(seconds, usegmt=True)}\r\n".encode()
+
+
+class Channel(Socket):
+    """A connection. It takes up the next request when the answer before it has left."""
+
+    RECEIVE = 65536  # bytes at once: bodies of 100 kB take half as long as with 8192
     IDLE, LINGER = 120, 30  # seconds
-    reply = None  # to the request in hand
-    lingers = draining = False
-    doing = since = None  # what check() saw it do, and since when
+    events = selectors.EVENT_READ  # what it is registered for
+    request = None  # an Incoming: the one that arrives or waits for its reply
+    reply = None  # to that one
+    closes = lingers = draining = False
     wait_for = number = until = None  # of a request that waits: for what, in what place
 
-    def check(self, now, request_timeout, idle):
-        """Ends what takes too long; called every second with monotonic seconds.
+    def __init__(self, server, sock, address):
+        super().__init__(sock, server.map)
+        self.server, self.addr, self.connected = server, address, True
+        self.ahead = b""  # what has come behind the request
+        self.out = []  # what is to be sent
+        # when what it does has begun, and when a request was complete last
+        self.since = self.progress = time.monotonic()
 
-        waitress's own timeout goes by the wall clock and only knows idleness: a byte
-        every two seconds would hold a connection for ever.
-        """
-        doing = self.draining or self.request or self.last_activity
-        if doing != self.doing:
-            self.doing, self.since = doing, now
+    def check(self, now, request_timeout):
+        """Ends what takes too long; called every second with monotonic seconds. A byte
+        every two seconds does not help."""
         spent = now - self.since
-        if self.draining:
-            if spent >= self.LINGER:
-                self.handle_close()
-        elif self.request and not self.requests and spent >= request_timeout:
-            self.request.refuse(408)
-            self.requests.append(self.request)
-            self.request = None
-            self.server.add_task(self)
-        elif not self.request and not self.requests and spent >= idle:
+        if self.request:
+            if spent >= request_timeout and not self.request.is_complete:
+                self.refuse(unreadable(408))
+        elif spent >= (self.LINGER if self.draining else self.IDLE):
+            self.handle_close()
+
+    def handle_read(self):
+        try:
+            data = self.recv(self.RECEIVE)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.handle_close()
+            return
+        if data and not self.draining:
+            self.received(data)
+
+    def received(self, data):
+        if not self.request:
+            data = data.lstrip(b"\r\n")  # some end a body with a line (RFC 9112 2.2)
+            if not data:
+                return
+            self.since = time.monotonic()
+            self.request = Incoming(self.server.app, self.addr[0])
+        request = self.request
+        try:
+            self.ahead = request.received(data)
+        except Exception as error:  # noqa: BLE001 - answered as any other
+            self.refuse(error)
+            return
+        if request.is_complete:
+            self.progress = time.monotonic()
+            self.server.rounds.add_task(self)
+        elif request.awaits_continue:
+            request.awaits_continue = False
+            with contextlib.suppress(OSError):
+                self.socket.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.server.hold(self, request.held())
+
+    def refuse(self, error):
+        """Answers instead of reading on."""
+        self.request.error, self.request.file, self.ahead = error, None, b""
+        self.server.rounds.add_task(self)
+
+    def give_way(self):
+        """Others need the memory that it holds."""
+        if self.request:
+            self.refuse(too_full("MAX_UNVERIFIED"))
+        else:
             self.handle_close()
 
     def park(self):
         """Waits for a message; out of the map it costs the loop nothing."""
-        self._map.pop(self._fileno, None)
+        self.del_channel()
 
     def answer(self):
         """Sends the reply, if somebody is there to have it."""
-        if self.connected:
-            self._map[self._fileno] = self
-            self.service()
+        if not self.connected:
+            return
+        if self._fileno is None:  # it was parked
+            self.set_socket(self.socket)
+        request, reply, self.request = self.request, self.reply, None
+        self.lingers = request.error is not None
+        if self.lingers or self.server.rounds.closing:
+            request.connection = CLOSE
+        self.closes = request.connection is CLOSE
+        date = http_date(int(time.time()))
+        head = b"%b%b%b\r\n" % (reply.head, date, request.connection)
+        if request.environ and request.environ["REQUEST_METHOD"] == "HEAD":
+            self.out = [head]
+        elif len(reply.body) < 4096:
+            self.out = [head + reply.body]
+        else:
+            self.out = [head, reply.body]
+        self.since = time.monotonic()
+        self.handle_write()
+        if self.out:
+            self.server.hold(self, len(self.ahead))
+
+    def handle_write(self):
+        """Sends what the client takes. It is told of a refusal also when it still sends:
+        closing with input unread would reset the connection, and it would see that
+        instead of the answer, so what comes is read and thrown away (RFC 9112 9.6)."""
+        while self.out:
+            try:
+                sent = self.send(self.out[0])
+            except OSError:
+                self.handle_close()
+            if not self.connected:
+                return
+            if sent < len(self.out[0]):
+                self.out[0] = memoryview(self.out[0])[sent:]
+                self.since = time.monotonic() if sent else self.since
+                break
+            del self.out[0]
+        if not self.out:
+            self.has_answered()
+        self.watch()
+
+    def has_answered(self):
+        if self.lingers:
+            self.lingers, self.draining = False, True
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_WR)
+        elif self.closes and not self.draining:
+            self.handle_close()
+        elif self.ahead:
+            self.received(self.ahead)
+
+    def watch(self):
+        """Registers for what it waits for now."""
+        events = selectors.EVENT_WRITE if self.out else selectors.EVENT_READ
+        if events != self.events and self.connected:
+            self.events = events
+            self._map.selector.modify(self._fileno, events, self)
 
     def hung_up(self):
         """Nobody reads a connection that waits, so it has to be looked at."""
@@ -5123,35 +5432,45 @@ class Channel(HTTPChannel):
         watch.register(self.socket, getattr(select, "POLLRDHUP", select.POLLHUP))
         return bool(watch.poll(0))
 
+    def is_broken(self):
+        """Whether the client has reset it since it asked."""
+        return self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
     def idle(self):
-        return self.draining or not (
-            self.request or self.requests or self.total_outbufs_len
-        )
-
-    def handle_write(self):
-        """Sends. After an early refusal it then reads what the client still sends and
-        throws it away: closing with input unread would reset the connection, and the
-        client would see that instead of the answer (RFC 9112 9.6)."""
-        if not self.lingers:
-            return super().handle_write()
-        self._flush_exception(self._flush_some)
-        if self.will_close:
-            self.handle_close()
-        elif self.connected and not self.total_outbufs_len:
-            self.lingers = self.close_when_flushed = False
-            self.draining = True
-            with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_WR)
-
-    def received(self, data):
-        return self.draining or super().received(data)
+        return self.draining or not (self.request or self.out)
 
     def handle_error(self):
-        log.exception("a connection is closed")  # waitress logs the exception's text
+        where = trail(sys.exc_info()[1])
+        self.server.app.trouble(where, "a connection is closed: %s", where)
         self.handle_close()
 
-    def handle_expt(self):
-        self.handle_close()  # urgent data is no HTTP
+    def handle_close(self):
+        self.server.hold(self, 0)
+        self.close()
+
+
+class Sockets(dict):
+    """waitress's map of sockets by descriptor. Each is registered with the selector
+    once: a set that is built anew for each round takes longer than its requests."""
+
+    def __init__(self):
+        super().__init__()
+        self.selector = selectors.DefaultSelector()
+
+    def __setitem__(self, descriptor, item):
+        self.selector.register(descriptor, selectors.EVENT_READ, item)
+        super().__setitem__(descriptor, item)
+
+    def __delitem__(self, descriptor):
+        self.selector.unregister(descriptor)
+        super().__delitem__(descriptor)
+
+    def turn(self, timeout):
+        """Lets each that is ready read or write; waits `timeout` seconds for the first."""
+        for key, events in self.selector.select(timeout):
+            if self.get(key.fd) is key.data:  # nobody has closed it meanwhile
+                is_read = events & selectors.EVENT_READ
+                (wasyncore.read if is_read else wasyncore.write)(key.data)
 
 
 # Refusals that were decided without the store, and stay when its commit fails.
@@ -5165,11 +5484,15 @@ class Rounds:
     application in one transaction and lets the answers go after the commit: a burst of
     200 webhooks costs one sync, and threads would only hand the GIL to and fro.
 
+    Senders come first: what may take long has a BUDGET in each round, but at least one
+    gets its turn, and goes on in the next one.
+
     A request whose reply can wait is parked, and asked again in a round that has changed
     something. Of those that wait for the same only the first is asked.
     """
 
     CROWD = 8  # requests in one round
+    BUDGET = 0.05  # seconds
 
     def __init__(self, app, room, delivery=None):
         self.app, self.delivery = app, delivery
@@ -5182,6 +5505,8 @@ class Rounds:
         self._numbers = itertools.count()
         self._changes = 0
         self._began = 0  # when the first of `waiting` was complete
+        self._spent = math.inf  # when this round's budget is
+        self.behind = set()  # of those that wait, who could have been asked
 
     def add_task(self, channel):
         if not self.waiting:
@@ -5192,12 +5517,15 @@ class Rounds:
         """Answers what waits; with `look` also what a change of time has made due."""
         asked, self.waiting = [c for c in self.waiting if c.connected], []
         due = self.delivery and self.delivery.due(look)
-        if not asked and not due and not (look and self.parked):
+        if not asked and not due and not self.behind and not (look and self.parked):
             return
         began = self._began
         for channel in asked:
             channel.reply, channel.environ = None, {}
-        for channel in dict.fromkeys(asked + self.commit(asked, look)):
+        woken = self.commit(asked, look)
+        self.waiting += [channel for channel in asked if not channel.reply]
+        asked = [channel for channel in asked if channel.reply]
+        for channel in dict.fromkeys(asked + woken):
             if channel.wait_for:
                 channel.park()
             else:
@@ -5213,10 +5541,15 @@ class Rounds:
         try:
             with self.app.store.transaction():
                 before = commits.sum
-                for channel in asked:
-                    channel.reply = reply = self.reply(channel)
-                    if reply.wait:  # at once, so that the next one sees the room
-                        self.enter(channel)
+                slow = [channel for channel in asked if not self.ask_if_quick(channel)]
+                self._spent = time.monotonic() + self.BUDGET
+                for channel in slow:
+                    if channel.is_broken():
+                        channel.reply = UNAVAILABLE  # a claim would be in vain
+                    else:
+                        self.ask(channel)
+                    if time.monotonic() >= self._spent:
+                        break
                 if delivery:
                     delivery.turn(look, crowded=len(asked) >= self.CROWD)
                 woken = self.wake([c for c in asked if c.wait_for], look)
@@ -5229,6 +5562,20 @@ class Rounds:
             delivery.committed()
         return woken
 
+    def ask_if_quick(self, channel):
+        """Whether it was: a webhook that came in one piece, or a refusal."""
+        request = channel.request
+        if request.error or (
+            not request.file and request.environ["PATH_INFO"].startswith("/webhook")
+        ):
+            self.ask(channel)
+        return channel.reply
+
+    def ask(self, channel):
+        channel.reply = reply = self.reply(channel)
+        if reply.wait:  # at once, so that the next one sees the room
+            self.enter(channel)
+
     def fail(self, channels, failure):
         """In place of replies that depended on the transaction."""
         for channel in channels:
@@ -5239,20 +5586,16 @@ class Rounds:
             self.delivery.rolled_back()
 
     def reply(self, channel):
-        request = channel.requests[0]
-        if hasattr(request, "url_scheme"):  # set last when a header is read
-            environ = WSGITask(channel, request).get_environment()
-        else:
-            environ = {"REQUEST_METHOD": "?", "REMOTE_ADDR": channel.addr[0]}
+        request, address = channel.request, channel.addr[0]
+        environ = request.environ or {"REQUEST_METHOD": "?", "REMOTE_ADDR": address}
         channel.environ = environ
-        if not request.error:
-            if self.room > 0 and not self.closing:
-                environ["buffer.wait"] = "later"
-            return self.app.respond(environ)
-        code = request.error.code
-        if code not in PARSER_REFUSALS:
-            return self.app.failed(request.error.body)
-        return self.app.refuse(Refusal(code, PARSER_REFUSALS[code]), environ)
+        if isinstance(request.error, Refusal):
+            return self.app.refuse(request.error, environ)
+        if request.error:
+            return self.app.failed(request.error)
+        if self.room > 0 and not self.closing:
+            environ["buffer.wait"] = "later"
+        return self.app.respond(environ)
 
     def wake(self, fresh, look):
         """Asks those that wait and for whom there may be something, in the order in which
@@ -5266,8 +5609,13 @@ class Rounds:
                 kinds.clear()
             kinds -= self.by_time
             kinds.update(channel.wait_for for channel in fresh)
+        kinds |= self.behind
+        self.behind = set()
         while kinds.intersection(self.parked):
             kinds.intersection_update(self.parked)
+            if woken and time.monotonic() >= self._spent:
+                self.behind = kinds
+                break
             kind = min(kinds, key=lambda kind: self.parked[kind][0].number)
             channel = self.parked[kind][0]
             if channel.hung_up():
@@ -5348,8 +5696,15 @@ class Server:
         self.timeout, self.app, self.clock = settings.request_timeout, app, clock
         self.delivery = delivery
         limit = descriptor_limit()
-        self.rounds = Rounds(app, min(limit // 8, 2000), delivery)
-        self.map = {}
+        self.rounds = Rounds(app, limit // 8, delivery)  # so many may be parked
+        # each of the others may have a temporary file; threads of delivery have sockets
+        self.limit = max(8, (limit * 7 // 8 - 64) // 2)
+        self.map = Sockets()
+        self.held, self.holding = (
+            {},
+            0,
+        )  # channel: bytes of senders not known; their sum
+        self.most = max(settings.max_unverified, settings.max_body + Incoming.HEAD)
         self.stopping = False
         self._checked = time.monotonic()
         create_server(
@@ -5358,25 +5713,13 @@ class Server:
             _dispatcher=self.rounds,
             sockets=sockets,
             backlog=4096,
-            connection_limit=limit * 3 // 4,  # the rest: parked ones, files, big bodies
-            recv_bytes=65536,  # bodies of 100 kB take half as long as with 8192
-            max_request_header_size=65536,
-            # Parser keeps to max_body: waitress counts what frames the chunks as well
-            max_request_body_size=settings.max_body * 8 + 65536,
-            outbuf_overflow=1 << 40,  # no reply waits for a temporary file, and above
-            outbuf_high_watermark=1 << 40,  # this mark the loop would wait for itself
             clear_untrusted_proxy_headers=False,  # client_address() knows whom to trust
-            log_socket_errors=False,
-            ident=None,
         )
         kinds = self.map.values()
         self.listeners = [item for item in kinds if isinstance(item, BaseWSGIServer)]
         for listener in self.listeners:
-            listener.channel_class = Channel
-            listener.adj.max_body = settings.max_body
-            listener.handle_accept = functools.partial(accept_all, listener)
-            listener.next_channel_cleanup = math.inf  # Channel.check() does it
-            listener.pull_trigger = already_awake
+            listener.handle_accept = functools.partial(self.accept, listener)
+        app.connections = lambda: len(self.channels())
         if delivery:
             delivery.loop_wake = self.listeners[0].trigger.pull_trigger
 
@@ -5402,9 +5745,9 @@ class Server:
         if self.delivery:
             until = min(until, self.delivery.until)
         timeout = min(timeout, max(0, until - time.monotonic()))
-        timeout = 0 if self.rounds.waiting else timeout
-        # poll, since select() ends at descriptor 1024
-        wasyncore.loop(timeout, use_poll=True, map=self.map, count=1)
+        if self.rounds.waiting or self.rounds.behind:
+            timeout = 0
+        self.map.turn(timeout)
         self.rounds.answer()
         now = time.monotonic()
         self.rounds.expire(now)
@@ -5412,6 +5755,46 @@ class Server:
         if now - self._checked >= 1:
             self._checked = now
             self.each_second(now)
+
+    def accept(self, listener):
+        """All that wait: one a round, as in waitress, lets a burst wait for seconds."""
+        while listener.accepting:
+            if len(self.map) > self.limit:
+                self.make_room()
+            try:
+                found = listener.accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    continue  # it has hung up already
+                self.make_room()
+                return
+            if not found:
+                return
+            listener.set_socket_options(found[0])
+            Channel(self, found[0], listener.fix_addr(found[1]))
+
+    def make_room(self):
+        """Closes a hundredth of the connections, those whose last complete request is
+        the longest ago: whatever else they send is no progress."""
+        count = self.limit // 100 + 1
+        slow = heapq.nsmallest(count, self.channels(), key=lambda c: c.progress)
+        for channel in slow:
+            channel.handle_close()
+        self.app.dropped(len(slow), self.limit)
+
+    def hold(self, channel, size):
+        """Notes the bytes in memory that a channel has of a sender who is not known yet.
+
+        Together they have `most`; beyond that those that began first have to go.
+        """
+        before = self.held.pop(channel, 0) if not size else self.held.get(channel, 0)
+        if size:
+            self.held[channel] = size
+        self.holding += size - before
+        while self.holding > self.most:
+            first = next(iter(self.held))
+            self.holding -= self.held.pop(first)
+            first.give_way()
 
     def addresses(self):
         for listener in self.listeners:
@@ -5422,9 +5805,8 @@ class Server:
         return [item for item in self.map.values() if isinstance(item, Channel)]
 
     def each_second(self, now):
-        crowded = any(listener.in_connection_overflow for listener in self.listeners)
         for channel in self.channels():
-            channel.check(now, self.timeout, idle=2 if crowded else Channel.IDLE)
+            channel.check(now, self.timeout)
         self.rounds.answer(look=True)
         notify("WATCHDOG=1")
         step = round(self.clock.step())
@@ -5461,18 +5843,6 @@ class Server:
 
     def busy(self):
         return self.channels() or (self.delivery and self.delivery.busy())
-
-
-def already_awake():
-    """In place of waitress's pull_trigger(), which its own threads would need."""
-
-
-def accept_all(listener):
-    """All that wait: one a round, as in waitress, lets a burst wait for seconds."""
-    before = -1
-    while before < len(listener.active_channels) and listener.readable():
-        before = len(listener.active_channels)
-        type(listener).handle_accept(listener)
 
 
 def listen(addr):
