@@ -1513,8 +1513,36 @@ class Store:
                 self._prepare()
                 if grouped:
                     self.group()
+            self._files = self._identities()
         except (sqlite3.Error, OSError) as error:
             raise StartError(f"DB_PATH={path!r} cannot be used: {error}") from error
+
+    def _identities(self):
+        """Which files stand under the names of the database and its WAL; None is none."""
+        found = []
+        for name in (self.path, f"{self.path}-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                facts = os.stat(name)
+                found.append((facts.st_dev, facts.st_ino))
+        return found
+
+    def is_replaced(self):
+        """Whether what is open does not stand at DB_PATH any more. SQLite does not see
+        it: commits would go on into files that nobody finds again."""
+        return self._identities() != self._files
+
+    def rescue(self):
+        """A command that copies the open file, which may have no name; None where the
+        system does not show it."""
+        self.checkpoint()  # the WAL would not be in the copy
+        folder = f"/proc/{os.getpid()}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    facts = os.stat(f"{folder}/{name}")
+                    if (facts.st_dev, facts.st_ino) == self._files[0]:
+                        return f"cp {folder}/{name} rescued.sqlite"
+        return None
 
     @contextlib.contextmanager
     def _alone(self):
@@ -1585,7 +1613,10 @@ class Store:
             log.warning("this old file will not shrink; stop the service and: %s", how)
         elif self._run("SELECT 1 FROM sqlite_master"):
             self._run("PRAGMA journal_mode = DELETE")
-            self._run("VACUUM")
+            try:
+                self._run("VACUUM")
+            except sqlite3.Error as error:  # it needs room for a copy
+                log.warning("this old file will not shrink yet: %s", safe_text(error))
 
     def _run(self, sql, **values):
         """One statement to its end: a half-read RETURNING would not be committed."""
@@ -2865,6 +2896,9 @@ class Pressure:
         self.cause = next(iter(self.causes), None)
         if self.cause and self.cause != before:
             log.warning("senders get 503: %s", self.text(self.cause))
+            if self.cause == "DB_PATH":
+                how = "it was removed or replaced. Before a stop, save what is open: %s"
+                log.error(how, self.store.rescue())
         elif before and not self.cause:
             log.warning("senders are served again: %s", self.text(before))
 
@@ -2876,12 +2910,16 @@ class Pressure:
             self.free = self.store.free()
         if most:
             self.pending = int(self.store.pending())
+        if self.store.is_replaced():
+            yield "DB_PATH"
         if self.free < least:
             yield "MIN_FREE"
         if 0 < most <= self.pending:
             yield "MAX_PENDING"
 
     def text(self, cause):
+        if cause == "DB_PATH":
+            return "the file at DB_PATH is not the one that was opened"
         if cause == "MIN_FREE":
             free, least = self.free >> 20, self.least >> 20
             return f"the database's disk has {free} MiB free, MIN_FREE is {least} MiB"
@@ -3745,6 +3783,9 @@ class App:
             ("commit_requests", "Requests in one commit.", "", {"": self.shared}),
         )
         found = [*families(self.store.report(), histograms)]
+        if self.connections:
+            count = [("", {}, self.connections())]
+            found.append(("connections", "gauge", "Open connections.", count))
         if self.delivery:
             found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
@@ -5937,8 +5978,33 @@ class JsonLines(logging.Formatter):
         return to_json({**line, **getattr(record, "fields", {})})
 
 
+class PatientLog(logging.StreamHandler):
+    """Leaves lines out while nobody reads them: a full pipe would stop the service.
+
+    A pipe that is ready takes PIPE_BUF bytes, 4,096 on Linux, at once.
+    """
+
+    LONGEST = 4000  # bytes
+    lost = 0
+
+    def format(self, record):
+        line = super().format(record)
+        if self.lost:
+            line, self.lost = f"{self.lost} lines were lost, nobody read\n{line}", 0
+        return line.encode(errors="replace")[: self.LONGEST].decode(errors="ignore")
+
+    def emit(self, record):
+        ready = [self.stream]
+        with contextlib.suppress(OSError, ValueError):  # no descriptor, not on Windows
+            _, ready, _ = select.select([], ready, [], 0)
+        if ready:
+            super().emit(record)
+        else:
+            self.lost += 1
+
+
 def start_log(settings):
-    handler = logging.StreamHandler()
+    handler = PatientLog()
     handler.addFilter(discreet)  # for what others log, such as waitress
     form = "%(asctime)s %(levelname)s %(message)s"
     is_json = settings.log_format == "json"

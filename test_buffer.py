@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import functools
 import gzip
@@ -287,6 +288,16 @@ class Loop(Case):
             return client.recv(1 << 20) or None
         except BlockingIOError:
             return b""
+
+    def first(self, data):
+        """The status of the first answer to these bytes, as soon as it is there."""
+        client, answer = self.client(data), b""
+        for _ in range(6):
+            self.turn()
+            answer = self.heard(client)
+            if answer != b"":
+                break
+        return int(answer.split(b" ")[1])
 
     def ask(self, data):
         """All that comes back for these bytes on a new connection."""
@@ -640,6 +651,26 @@ class GoProgramsFileTest(Case):
 
     def test_the_rebuilt_file_shrinks(self):
         self.assertEqual(2, self.store._run("PRAGMA auto_vacuum")[0][0])
+
+    def test_without_room_for_a_copy_it_opens_as_well(self):
+        """VACUUM, which lets a file shrink, is a nicety."""
+        self.store.close()
+        path = self.folder / "b.sqlite"
+        path.unlink()
+        self.old(self.OLD)
+        run = buffer.Store._run
+
+        def full(store, sql, **values):
+            if sql == "VACUUM":
+                raise sqlite3.OperationalError("disk is full")
+            return run(store, sql, **values)
+
+        with mock.patch.object(buffer.Store, "_run", full):
+            self.open()
+        self.assertIn(
+            "will not shrink yet: OperationalError: disk is full", self.logged()
+        )
+        self.assertEqual([2, 3, 5], [item["id"] for item in self.claim()])
 
     def test_the_old_program_goes_on_with_the_file(self):
         self.claim("?limite=1")
@@ -4340,6 +4371,30 @@ class PressureTest(Case):
         self.assertEqual(1, self.logged().count(begins))
         self.assertEqual(1, self.logged().count("served again: the database's disk"))
 
+    def test_a_file_that_is_not_the_open_one_any_more(self):
+        """Removed, replaced, or without its WAL: commits would go where nobody looks."""
+        path = self.configured.db_path
+        for name, replace in itertools.product((path, f"{path}-wal"), (False, True)):
+            with self.subTest(name=name, replace=replace):
+                self.send(b'"before"')
+                os.rename(name, f"{name}.away")
+                if replace:
+                    pathlib.Path(name).touch()
+                self.assertEqual((503, 503), self.codes()[:2])
+                os.replace(f"{name}.away", name)
+                self.assertEqual((200, 200), self.codes()[:2])
+
+    @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "needs /proc")
+    def test_the_open_file_can_be_saved_as_the_log_says(self):
+        self.send(b'"not lost"')
+        for name in self.folder.iterdir():
+            name.unlink()
+        self.codes()
+        command = re.search(r"save what is open: (cp .*)", self.logged())[1]
+        subprocess.run(command.split(), cwd=self.folder, check=True)
+        saved = rows(self.folder / "rescued.sqlite")
+        self.assertIn(('"not lost"',), saved)
+
     def test_requests_do_not_pay_for_it(self):
         self.store.free = free = mock.Mock(return_value=2 << 30)
         self.store.pending = pending = mock.Mock(return_value=0)
@@ -7310,6 +7365,357 @@ class HttpTest(Loop):
         self.assertEqual(200, self.status(http_post()))
 
 
+class HeadTest(Loop):
+    """What a head has to look like (RFC 9112), and that its bytes cost the same."""
+
+    def status(self, *lines):
+        return self.first(
+            "".join(f"{line}\r\n" for line in (*lines, "")).encode("latin-1")
+        )
+
+    def test_one_host_is_needed_since_http_1_1(self):
+        get = "GET /health HTTP/1."
+        self.assertEqual(200, self.status(get + "1", "Host: x"))
+        self.assertEqual(200, self.status(get + "1", "Host:"))
+        self.assertEqual(200, self.status(get + "0"))
+        for hosts in ([], ["Host: x", "Host: x"], ["Host: x", "HOST: y"]):
+            self.assertEqual(400, self.status(get + "1", *hosts), hosts)
+        self.assertEqual(400, self.status(get + "0", "Host: x", "Host: y"))
+
+    def test_lines_that_end_in_lf_alone_are_400_at_once(self):
+        head = f"GET /health HTTP/1.1\nHost: x\nX-Token: {TOKEN}\n\n".encode()
+        for cut in (len(head), len(head) - 1, 25, 21):
+            self.assertEqual(400, self.first(head[:cut]), cut)
+
+    def test_so_is_a_tls_hello(self):
+        hello = b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"
+        self.assertEqual(400, self.first(hello))
+
+    def test_a_head_may_come_byte_by_byte(self):
+        client = self.client()
+        for byte in http_post(b"[1]"):
+            client.sendall(bytes([byte]))
+            self.turn()
+        self.assertTrue(self.heard(client).startswith(b"HTTP/1.1 200 "))
+
+    def test_blank_lines_before_a_request_begin_none(self):
+        client = self.client(b"\r\n\r\n")
+        self.turn(2)
+        [channel] = self.server.channels()
+        self.assertIsNone(channel.request)
+        client.sendall(b"\r\n" + http_post() + b"\r\n")
+        self.turn(3)
+        self.assertEqual(1, self.heard(client).count(b"HTTP/1.1"))
+
+    def test_targets(self):
+        good = (
+            "/health|/health?x=1|//health|/health#x|/%68ealth|http://x/health"
+            "|HTTP://x:80/health|https://[::1]:8080/health?x"
+        )
+        bad = (
+            "|*|health|x:80|a://x/health|http:/health|http://[::1/health|http://x y/"
+            "|http://a@b/health|http:///health|\t/health|/hea\tlth"
+        )
+        for target in good.split("|"):
+            self.assertEqual(
+                200, self.status(f"GET {target} HTTP/1.1", "Host: x"), target
+            )
+        for target in bad.split("|"):
+            self.assertEqual(
+                400, self.status(f"GET {target} HTTP/1.1", "Host: x"), target
+            )
+
+    def test_repeated_fields_are_one_list(self):
+        self.ask(http_post(headers=["X-Two: a", "x-two: b,c", "X-One: d", "X_Two: e"]))
+        headers = json.loads(self.rows()[0]["headers"])
+        self.assertEqual(("a, b,c", "d"), (headers["x-two"], headers["x-one"]))
+
+    def test_a_connection_says_whether_it_goes_on(self):
+        for version, said, answered in (
+            (1, "", None),
+            (1, "keep-alive, Close", b"close"),
+            (0, "", b"close"),
+            (0, "Keep-Alive", b"keep-alive"),
+            (0, "keep-alive, close", b"close"),
+        ):
+            head = (
+                f"GET /health HTTP/1.{version}\r\nHost: x\r\nConnection: {said}\r\n\r\n"
+            )
+            found = re.search(rb"\r\nConnection: (.*)\r\n", self.ask(head.encode()))
+            self.assertEqual(answered, found and found[1], (version, said))
+
+    # Each kind of byte in each place where a stranger can put many of them.
+    FILLS = (
+        *"0aA \t,;:/?&=%.[]{}\"'\\@#_-+*\xe9",
+        "%41",
+        "a=b&",
+        "a,",
+        ", ",
+        "a: b\r\n",
+    )
+    PLACES = (
+        "GET {} HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET /{} HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET a://{} x\r\n\r\n",
+        "GET http://{}/ HTTP/1.1\r\nHost: x\r\n\r\n",
+        "POST /webhook/{}?{} HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET /fila?token={} HTTP/1.1\r\nHost: x\r\n\r\n",
+        "{} / HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET / {}\r\nHost: x\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\n{}\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\nA:{}b\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\nA: a{}b\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x\r\nA: b{}\r\n\r\n",
+        *(
+            f"GET / HTTP/1.1\r\nHost: x\r\n{name}: {{}}\r\n\r\n"
+            for name in ("Transfer-Encoding", "Content-Encoding", "Content-Length")
+        ),
+        "GET / HTTP/1.1\r\nHost: x\r\nConnection: a{}b\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: {}\r\n\r\n",
+        "{}",
+        "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n8;{}",
+        "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: {}",
+    )
+
+    def took(self, place, fill, size):
+        """CPU seconds of the reader, and of an App that refuses, for so many bytes."""
+        many = fill * ((size - 300) // len(fill) // place.count("{}"))
+        data = place.replace("{}", many).encode("latin-1")
+        best = math.inf
+        for _ in range(3):
+            incoming = buffer.Incoming(self.app, "127.0.0.1")
+            began = time.process_time()
+            with contextlib.suppress(buffer.Refusal):
+                incoming.received(data)
+                if incoming.is_complete:
+                    self.app.respond(incoming.environ)
+            best = min(best, time.process_time() - began)
+        return best
+
+    def test_time_is_linear_in_bytes(self):
+        """64 KiB may cost six times what 16 KiB do; a square would be sixteen."""
+        for place, fill in itertools.product(self.PLACES, self.FILLS):
+            least, most = (self.took(place, fill, n << 10) for n in (16, 64))
+            if most > 0.004:  # below this the clock decides
+                self.assertLess(most, 6 * least, (place, fill))
+                self.assertLess(most, 0.05, (place, fill))
+
+
+class StrangersTest(Loop):
+    """Who has no credential costs nothing."""
+
+    settings = (
+        ("MAX_BODY", "1M"),
+        ("MAX_UNVERIFIED", "1M"),
+        ("SECRET_GITHUB", "s" * 16),
+    )
+    SIGNED = "POST /webhook/github HTTP/1.1\r\nHost: x\r\n"
+
+    def begun(self, head, sent, length=900_000):
+        return self.client(
+            f"{head}Content-Length: {length}\r\n\r\n".encode() + b"x" * sent
+        )
+
+    def said(self, client):
+        answer = self.heard(client)
+        return answer and int(answer.split(b" ")[1])
+
+    def test_what_may_not_come_is_refused_by_its_head(self):
+        for line, token, status in (
+            ("POST /nowhere", TOKEN, 404),
+            ("DELETE /webhook", TOKEN, 405),
+            ("POST /webhook", "wrong", 401),
+            ("POST /fila/pegar", "wrong", 401),
+        ):
+            head = f"{line} HTTP/1.1\r\nHost: x\r\nX-Token: {token}\r\n"
+            for more in (
+                "Content-Length: 9\r\n\r\n",
+                "Transfer-Encoding: chunked\r\n\r\n",
+            ):
+                self.assertEqual(status, self.first((head + more).encode()))
+
+    def test_who_waits_for_100_gets_the_refusal_instead(self):
+        head = http_post(b"12", ["Expect: 100-continue"], token="wrong")[:-2]
+        self.assertTrue(self.ask(head).startswith(b"HTTP/1.1 401 "))
+
+    def test_unknown_senders_share_a_bound_and_the_first_to_begin_gives_way(self):
+        first = self.begun(self.SIGNED, 600_000)
+        self.turn(15)
+        self.assertEqual(b"", self.heard(first))
+        second = self.begun(self.SIGNED, 600_000)
+        self.turn(15)
+        answer = self.heard(first)
+        self.assertTrue(answer.startswith(b"HTTP/1.1 503 "), answer)
+        self.assertIn(b"Retry-After", answer)
+        self.assertEqual(b"", self.heard(second))
+        self.assertLess(self.server.holding, 1 << 20)
+
+    def test_so_do_heads_that_do_not_end(self):
+        clients = [self.client(b"GET /" + b"x" * 60_000) for _ in range(30)]
+        self.turn(6)
+        gone = [
+            c for c in clients if (self.heard(c) or b"").startswith(b"HTTP/1.1 503 ")
+        ]
+        self.assertIn(len(gone), range(10, 20))
+        self.assertLess(self.server.holding, (1 << 20) + 65536)
+
+    def test_known_senders_do_not_count(self):
+        clients = [
+            self.begun(
+                f"POST /webhook HTTP/1.1\r\nHost: x\r\nX-Token: {TOKEN}\r\n", 800_000
+            )
+            for _ in range(3)
+        ]
+        self.turn(20)
+        self.assertEqual(0, self.server.holding)
+        for client in clients:
+            client.sendall(b"x" * 100_000)
+        self.turn(20)
+        self.assertEqual([200] * 3, [self.said(client) for client in clients])
+
+    def test_what_they_held_is_given_back(self):
+        clients = [self.begun(self.SIGNED, 300_000, 310_000) for _ in range(3)]
+        self.turn(15)
+        self.assertEqual(900_000, self.server.holding)
+        clients[0].close()
+        clients[1].sendall(b"x" * 10_000)
+        self.turn(20)
+        self.assertEqual((401, 300_000), (self.said(clients[1]), self.server.holding))
+        clients[2].close()
+        self.turn(3)
+        self.assertEqual((0, {}), (self.server.holding, self.server.held))
+
+    def test_their_bodies_never_touch_the_disk(self):
+        with mock.patch("tempfile.TemporaryFile", side_effect=OSError("no space")):
+            client = self.begun(self.SIGNED, 900_000)
+            self.turn(20)
+        self.assertEqual(401, self.said(client))
+
+    def test_a_request_is_taken_up_when_the_answer_before_it_has_left(self):
+        client = self.client()
+        self.turn()
+        [channel] = self.server.channels()
+        channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.sendall(b"GET /painel HTTP/1.1\r\nHost: x\r\n\r\n" * 300)
+        self.turn(20)
+        self.assertTrue(channel.out)
+        self.assertLess(sum(map(len, channel.out)), 2 * len(buffer.PAGE.encode()))
+        answers = b""
+        while part := self.heard(client):
+            answers += part
+            self.turn(2)
+        self.assertEqual(300, answers.count(b"HTTP/1.1 200 "))
+
+    def crowd(self, limit=10):
+        self.server.limit = len(self.server.map) + limit
+        return self.server
+
+    def test_at_the_limit_those_without_progress_go_first(self):
+        """Half a head, blank lines, half a body: none of it is progress."""
+        server = self.crowd(6)
+        starts = (b"GET / HT", b"\r\n", http_post(b"12")[:-1], b"", b"\r\n\r\n")
+        slow = [self.client(start) for start in starts]
+        self.turn(2)
+        busy = self.client(http_post())
+        self.turn(3)
+        self.assertEqual(200, self.said(busy))
+        for client, start in zip(slow, starts):
+            client.sendall(b"\r\n" if start[:1] in (b"", b"\r") else b"1"[: not start])
+        self.turn(2)
+        others = [self.client(http_post()) for _ in range(5)]
+        self.turn(4)
+        self.assertEqual([200] * 5, [self.said(client) for client in others])
+        self.assertEqual([None] * 5, [self.heard(client) for client in slow])
+        busy.sendall(http_post())
+        self.turn(2)
+        self.assertEqual(200, self.said(busy))
+        self.assertLessEqual(len(server.map), server.limit)
+
+    def test_the_log_and_the_numbers_say_so(self):
+        self.crowd(3)
+        for _ in range(9):
+            self.client()
+        self.turn(3)
+        self.assertIn("at the limit of", self.logged())
+        metrics = self.call("GET", "/metrics")[1]
+        self.assertIn("buffer_connections 3\n", metrics)
+        self.assertIn('buffer_refused_total{reason="connections"} 6\n', metrics)
+
+    def test_without_descriptors_room_is_made_as_well(self):
+        self.crowd()
+        slow = [self.client(b"GET") for _ in range(3)]
+        self.turn(2)
+        [listener] = self.server.listeners
+        with mock.patch.object(
+            listener, "accept", side_effect=OSError(errno.EMFILE, "")
+        ):
+            self.client()
+            self.turn()
+        self.turn(2)
+        self.assertEqual(1, [self.heard(client) for client in slow].count(None))
+        self.assertEqual(200, self.first(http_post()))
+
+
+class FairRoundsTest(Loop):
+    """Senders come first."""
+
+    def test_claims_of_a_round_have_a_budget_and_go_on_in_the_next(self):
+        for n in range(6):
+            self.store.webhook(b"%d" % n)
+        self.server.rounds.BUDGET = 0
+        claims = [
+            self.client(http_post(b"", path="/fila/pegar?limite=1")) for _ in range(3)
+        ]
+        self.turn()
+        sender = self.client(http_post())
+        self.turn()
+        self.server.map.turn(0.05)
+        self.server.rounds.answer()
+        done = [client for client in claims if self.heard(client)]
+        self.assertIn(len(done), (1, 2))
+        self.assertTrue(self.heard(sender).startswith(b"HTTP/1.1 200 "))
+        self.turn(4)
+        self.assertEqual(3, len(done) + sum(bool(self.heard(c)) for c in claims))
+
+    def test_a_webhook_does_not_wait_for_what_came_before_it(self):
+        order, respond = [], self.app.respond
+        clients = [
+            self.client(http_post(b"", path="/fila/pegar")),
+            self.client(http_post(b"1" * 200_000)),
+            self.client(http_post(b"2")),
+        ]
+        self.turn(1)
+
+        def watched(environ):
+            order.append((environ["PATH_INFO"], environ.get("CONTENT_LENGTH")))
+            return respond(environ)
+
+        with mock.patch.object(self.app, "respond", watched):
+            for _ in range(5):
+                self.server.map.turn(0.05)
+            self.server.rounds.answer()
+        self.assertEqual(("/webhook", "1"), order[0])
+        self.assertEqual(3, len(order))
+        self.turn(2)
+        self.assertTrue(all(self.heard(client) for client in clients))
+
+    def test_those_that_wait_share_the_budget(self):
+        waiting = [
+            self.client(http_post(b"", path="/fila/pegar?espera=60&limite=1"))
+            for _ in range(3)
+        ]
+        self.turn(4)
+        self.assertEqual(1, len(self.server.rounds.parked))
+        self.server.rounds.BUDGET = 0
+        self.ask(http_post())
+        for n in range(3):
+            self.store.webhook(b"%d" % n)
+        self.ask(http_post())
+        self.turn(6)
+        self.assertTrue(all(self.heard(client) for client in waiting))
+
+
 class ConnectionTroubleTest(Loop):
     def test_its_log_line_does_not_show_what_was_sent(self):
         client = self.client()
@@ -7455,9 +7861,7 @@ class StartTest(unittest.TestCase):
             self.assertRegex(done.stderr, r"\Abuffer.py needs Python 3.10, .*\n\Z")
 
     def test_with_a_waitress_that_is_too_old(self):
-        code = (
-            "import sys, runpy, waitress.receiver; del waitress.receiver.ONLY_HEXDIG_RE"
-        )
+        code = "import sys, runpy, waitress.server; del waitress.server.BaseWSGIServer"
         code += "; sys.argv = ['buffer.py']"
         code += f"; runpy.run_path({str(HERE / 'buffer.py')!r}, run_name='__main__')"
         command = [sys.executable, "-c", code]
@@ -7689,6 +8093,48 @@ sys.exit(buffer.main(["backup", sys.argv[1]]))"""
                 self.assertEqual(b"", process.stderr.read())
             self.assertEqual(130, process.returncode)
             self.assertEqual([], os.listdir(self.copy.parent))
+
+
+class PatientLogTest(unittest.TestCase):
+    """A log that nobody reads stops nobody."""
+
+    def setUp(self):
+        self.reader, writer = os.pipe()
+        self.addCleanup(os.close, self.reader)
+        stream = open(writer, "w", encoding="utf-8")  # noqa: SIM115 - see the next line
+        self.addCleanup(stream.close)
+        self.handler = buffer.PatientLog(stream)
+
+    def say(self, *lines):
+        for line in lines:
+            record = logging.makeLogRecord({"msg": line})
+            self.handler.handle(record)
+
+    def read(self):
+        return os.read(self.reader, 1 << 20).decode()
+
+    def test_lines_are_left_out_while_the_pipe_is_full_and_counted(self):
+        numbers = [f"{n} {'é' * 500}" for n in range(1000)]
+        timer = threading.Timer(20, os.close, [self.reader])
+        timer.start()  # or a line that blocks would block the tests
+        self.say(*numbers)
+        timer.cancel()
+        kept = self.read().count("\n")
+        self.assertIn(kept, range(1, 999))
+        self.say("after")
+        self.assertEqual(
+            f"{1000 - kept} lines were lost, nobody read\nafter\n", self.read()
+        )
+
+    def test_a_line_is_no_longer_than_a_pipe_takes_at_once(self):
+        self.say("é" * 5000)
+        self.assertEqual("é" * 2000 + "\n", self.read())
+
+    def test_where_readiness_cannot_be_asked_it_writes(self):
+        stream = io.StringIO()
+        self.handler = buffer.PatientLog(stream)
+        self.say("x")
+        self.assertEqual("x\n", stream.getvalue())
 
 
 class ServiceLogTest(unittest.TestCase):
