@@ -781,13 +781,31 @@ CREATE TRIGGER conta_mudada AFTER UPDATE OF status, source ON fila
  BEGIN {GOES} {COMES} END""",
 )
 
-# Of each minute of the last hour, what had been counted before its first commit.
+# Of each minute of the last hour, ten minutes of the last day and hour of the last week,
+# what had been counted before its first commit. `at` counts such steps since 1970.
+ROOMS = {1: 60, 10: 144, 60: 168}  # minutes of a step: how many are kept
 MINUTES_TABLE = """
 CREATE TABLE IF NOT EXISTS minutos (
-    minute   INTEGER PRIMARY KEY,
+    step     INTEGER NOT NULL,
+    at       INTEGER NOT NULL,
     received INTEGER NOT NULL,
-    settled  INTEGER NOT NULL
-)"""
+    done     INTEGER NOT NULL,
+    failed   INTEGER NOT NULL,
+    PRIMARY KEY (step, at)
+) WITHOUT ROWID"""
+
+# What was wrong when the service last looked, for who reads only the file.
+PROBLEMS_TABLE = """
+CREATE TABLE IF NOT EXISTS problemas (
+    kind  TEXT NOT NULL,
+    name  TEXT NOT NULL,
+    since INTEGER NOT NULL,
+    seen  INTEGER NOT NULL,
+    text  TEXT NOT NULL,
+    PRIMARY KEY (kind, name)
+) WITHOUT ROWID"""
+PROBLEMS = "SELECT kind, name, since, seen, text FROM problemas ORDER BY since, kind"
+PROBLEM = "INSERT INTO problemas VALUES (?, ?, ?, ?, ?)"
 
 HAPPENED = """
 INSERT INTO contadores (name, label, n)
@@ -796,26 +814,31 @@ VALUES (?, ?, ?)
 
 SO_FAR = """
 SELECT coalesce(sum(iif(name = 'recebidas', n, 0)), 0) AS received,
-       coalesce(sum(iif(name = 'resolvidas', n, 0)), 0) AS settled
+       coalesce(sum(iif(label = 'processado', n, 0)), 0) AS done,
+       coalesce(sum(iif(label = 'erro' OR name = 'esgotadas', n, 0)), 0) AS failed
   FROM contadores
- WHERE name = 'recebidas'
+ WHERE name IN ('recebidas', 'esgotadas')
     OR (name = 'resolvidas' AND label IN ('processado', 'erro'))"""
 
 MINUTE = f"""
-INSERT INTO minutos (minute, received, settled)
-SELECT :minute, received, settled
-  FROM ({SO_FAR})
+INSERT INTO minutos (step, at, received, done, failed)
+SELECT value, :minute / value, received, done, failed
+  FROM json_each('{json.dumps(list(ROOMS))}') CROSS JOIN ({SO_FAR})
  WHERE true
     ON CONFLICT DO NOTHING"""
 
 COUNTED = "SELECT name, label, n FROM contadores ORDER BY name, label"
-MINUTES = "SELECT minute, received, settled FROM minutos ORDER BY minute"
+HISTORY = """
+SELECT at, received, done, failed
+  FROM minutos
+ WHERE step = :step
+ ORDER BY at"""
 
 # Those to come are there after the clock was set back.
 OTHER_HOURS = """
 DELETE FROM minutos
- WHERE minute <= :minute - 60
-    OR minute > :minute"""
+ WHERE step = :step
+   AND (at <= :at - :room OR at > :at)"""
 
 # What the Go program left without lease (it gave ten minutes), size or time of settling,
 # or with a delay of ours; and what has had more attempts than are allowed now.
@@ -1373,6 +1396,35 @@ SELECT :epoch - CAST(strftime('%s', min(since)) AS INTEGER)
          WHERE status = 'processando'
            AND lease_until <= :now)"""
 
+OLDEST_OPEN = """
+SELECT :epoch - CAST(strftime('%s', min(created_at)) AS INTEGER)
+  FROM fila NOT INDEXED
+ WHERE id = (SELECT min(id)
+               FROM (SELECT min(id) AS id
+                       FROM fila INDEXED BY fila_queue
+                      WHERE status = 'pendente'
+                        AND available_at IS NULL
+                      UNION ALL
+                     SELECT min(id)
+                       FROM fila INDEXED BY fila_delayed
+                      WHERE status = 'pendente'
+                        AND available_at IS NOT NULL
+                      UNION ALL
+                     SELECT min(id)
+                       FROM fila INDEXED BY fila_queue
+                      WHERE status = 'processando'
+                        AND available_at IS NULL))"""
+
+DELAYED = """
+SELECT count(*)
+  FROM (SELECT 1
+          FROM fila INDEXED BY fila_delayed
+         WHERE status = 'pendente'
+           AND available_at IS NOT NULL
+         LIMIT :limit)"""
+
+TOTALS = "SELECT name, sum(n) FROM contadores GROUP BY name"
+
 SHIFT = (
     """
 UPDATE fila INDEXED BY fila_lease
@@ -1561,6 +1613,7 @@ class Store:
             for statement in INDEXES.split(";"):
                 self._run(statement)
             self._run(MINUTES_TABLE)
+            self._run(PROBLEMS_TABLE)
             if not self._run("PRAGMA table_info(contadores)"):
                 for statement in (COUNTERS_TABLE, COUNT_ALL, *TRIGGERS):
                     self._run(statement)
@@ -1663,7 +1716,8 @@ class Store:
         before, minute = self._db.total_changes, int(self._at // 60)
         if minute != self._minute:
             self._run(MINUTE, minute=minute)
-            self._run(OTHER_HOURS, minute=minute)
+            for step, room in ROOMS.items():
+                self._run(OTHER_HOURS, step=step, at=minute // step, room=room)
             self._minute = minute
         for (name, label), n in happened.items():
             self._db.execute(HAPPENED, (name, label, n))
@@ -2039,6 +2093,15 @@ class Store:
         [[age]] = self._run(OLDEST_DUE, epoch=epoch, now=utc(epoch))
         return age if age is None else max(0, age)
 
+    def oldest_open(self):
+        """Seconds since the oldest message that is not settled came; None without one."""
+        [[age]] = self._run(OLDEST_OPEN, epoch=int(self.clock()))
+        return age if age is None else max(0, age)
+
+    def totals(self):
+        """{name: number} of what COUNTED has, over all labels."""
+        return dict(self._run(TOTALS))
+
     def arrivals(self):
         """A number that has grown when a message was kept, by whatever process."""
         [[number]] = self._run(ARRIVALS)
@@ -2076,8 +2139,10 @@ class Store:
                     for source, n in counted[status].items()
                 ],
                 "mais_antiga": self.oldest_due(),
+                "nao_resolvida": self.oldest_open(),
+                "adiadas": self._run(DELAYED, limit=self.COUNTED)[0][0],
                 "conversas": self._conversations(epoch),
-                "por_minuto": self._minutes(epoch // 60),
+                "por_minuto": self.history(1),
                 "contadores": {name: counted[name] for name in COUNTERS},
                 "arquivo": os.path.getsize(self.path),
                 "wal": size_of(f"{self.path}-wal"),
@@ -2094,17 +2159,28 @@ class Store:
         [[working]] = self._run(GROUPS_IN_WORK, limit=limit)
         return {"esperando": waiting, "mais_antiga": age, "em_trabalho": working}
 
-    def _minutes(self, now):
-        """[seconds since the epoch, received, settled] of the last 60 minutes."""
-        before = [*self._run(MINUTES), *self._run(SO_FAR)]
+    def history(self, step):
+        """[seconds since the epoch, received, done, failed] of each of the last steps, of
+        so many minutes (see ROOMS)."""
+        before = [*self._run(HISTORY, step=step), *self._run(SO_FAR)]
+        names = ("received", "done", "failed")
         found = {
-            this["minute"]: [
-                after[name] - this[name] for name in ("received", "settled")
-            ]
+            this["at"]: [after[name] - this[name] for name in names]
             for this, after in itertools.pairwise(before)
         }
-        minutes = range(now - 59, now + 1)
-        return [[60 * minute, *found.get(minute, (0, 0))] for minute in minutes]
+        now = int(self.clock() // 60) // step
+        steps = range(now - ROOMS[step] + 1, now + 1)
+        return [[60 * step * at, *found.get(at, (0, 0, 0))] for at in steps]
+
+    def problems(self):
+        """Rows (kind, name, since, seen, text) of what was wrong when write_problems()
+        was last called; times in seconds since the epoch."""
+        return self._run(PROBLEMS)
+
+    def write_problems(self, rows):
+        with self.transaction():
+            self._run("DELETE FROM problemas")
+            self._db.executemany(PROBLEM, rows)
 
     def probe(self):
         """Writes a little, to learn whether the file and its disk take it."""
@@ -2781,6 +2857,230 @@ PAGE_HEADERS = (
 )
 
 
+# What is wrong
+
+
+class Condition(typing.NamedTuple):
+    """One thing that can be wrong. `name` tells several of a kind apart, such as targets;
+    `since` is in seconds since the epoch; ALERT_URL is told where `alarm` is true."""
+
+    kind: str
+    on: bool
+    text: str  # a sentence for the operator
+    numbers: dict
+    alarm: bool
+    name: str = ""
+    since: float = None
+
+
+class Watch:
+    """Decides what is wrong, in one place for the page, the alarms, /metrics and `status`.
+
+    The server's thread looks; others take `found`, which is replaced as a whole and never
+    changed. It sees the file through the store and the rest through what it is given. The
+    file keeps what was wrong: so `status` tells it, and a restart knows since when.
+    """
+
+    EVERY, KEPT = 2, 60  # seconds between looks, and between two that are written down
+    RECENT = 300  # seconds that a refusal or what landed in erro stays news
+    LANDED, REFUSED = 5, 3  # reasons that are named; refusals that are a problem
+    TARGET = 60  # seconds a target may be in trouble
+    KINDS = ("destino", "disk", "queue", "recusas", "erro", "age", "consumo", "silence")
+
+    def __init__(self, settings, store, pressure, clock=time.monotonic):
+        self.settings, self.store, self.pressure = settings, store, pressure
+        self.clock = clock
+        self.delivery = None
+        self.found = ()  # all conditions, as of the last look
+        self.dead = collections.Counter()  # in erro since an alarm told so
+        self.trouble = Repeats(logging.WARNING, clock)
+        self._refused = collections.deque()  # (when, reason)
+        # (kind, name): since when it is so
+        self._since = {(kind, name): at for kind, name, at, *_ in store.problems()}
+        self._written = {}, -math.inf  # the same as it is in the file, and when
+        self._due, self._landed = -math.inf, -math.inf
+        self._totals, self._arrivals = {}, None
+        self._arrived = self._claimed = clock()
+
+    def refused(self, reason):
+        """A sender was refused for what is wrong with its credentials or with us."""
+        self._refused.append((self.clock(), reason))
+        if len(self._refused) > 10_000:
+            self._refused.popleft()
+
+    def tick(self):
+        now = self.clock()
+        if now >= self._due:
+            self._due = now + self.EVERY
+            self.look(now)
+
+    def look(self, now):
+        wall, found = self.store.clock(), []
+        try:
+            for condition in self.conditions(now):
+                found.append(self.dated(condition, wall))
+            self.write_down(now, wall, found)
+        except sqlite3.Error as error:
+            kinds = {condition.kind for condition in found}
+            found += [one for one in self.found if one.kind not in kinds]
+            self.trouble("store", "what is wrong is not known: %s", safe_text(error))
+        self.found = tuple(found)
+        self.trouble.flush()
+
+    def dated(self, condition, wall):
+        key = condition.kind, condition.name
+        if not condition.on:
+            self._since.pop(key, None)
+            return condition
+        since = condition.since
+        if since is None:
+            since = self._since.get(key, wall)
+        self._since[key] = since
+        return condition._replace(since=since)
+
+    def write_down(self, now, wall, found):
+        """At once what begins or ends; what goes on once a minute."""
+        wrong = [one for one in found if one.on]
+        kinds, (before, when) = {(one.kind, one.name) for one in wrong}, self._written
+        if kinds != before or (wrong and now - when >= self.KEPT):
+            self.store.write_problems(
+                (one.kind, one.name, int(one.since), int(wall), one.text)
+                for one in wrong
+            )
+            self._written = kinds, now
+
+    def conditions(self, now):
+        """All of them, on or not; first those that do not read the file."""
+        yield from self.targets()
+        yield from self.pressed()
+        yield self.refusals(now)
+        self._totals, before = self.store.totals(), self._totals
+        if self._totals.get("entregues") != before.get("entregues"):
+            self._claimed = now
+        due = self.store.oldest_due() or 0
+        yield self.erro(now)
+        if self.settings.alert_age:
+            yield self.age(due, self.settings.alert_age)
+        if not self.delivery or all(one.source for one in self.delivery.targets):
+            yield self.nobody(now, due)
+        if self.settings.alert_silence:
+            yield self.silence(now, self.settings.alert_silence)
+
+    def targets(self):
+        for one in self.delivery.report() if self.delivery else ():
+            lasts = one.get("desde") or 0
+            on = bool(one.get("problema")) and lasts >= self.TARGET
+            text = (
+                f"{one['destino']} takes no messages for {lasts} s:"
+                f" {one.get('ultimo_erro') or one['estado']}"
+            )
+            numbers = {"target": one["destino"], "state": one["estado"]}
+            numbers.update(seconds=lasts, waiting=one.get("esperando"))
+            since = self.store.clock() - lasts
+            yield Condition("destino", on, text, numbers, on, one["destino"], since)
+
+    def pressed(self):
+        now_is = self.pressure
+        for kind, cause, number, limit in (
+            ("disk", "MIN_FREE", "free", now_is.least),
+            ("queue", "MAX_PENDING", "messages", now_is.most),
+        ):
+            on = cause in now_is.causes
+            value = now_is.free if kind == "disk" else now_is.pending
+            numbers = {number: value, "limit": limit}
+            yield Condition(kind, on, now_is.text(cause), numbers, on)
+
+    def refusals(self, now):
+        """Trouble with the file is for ALERT_URL; wrong credentials are not, because
+        any stranger could make such an alarm."""
+        while self._refused and now - self._refused[0][0] >= self.RECENT:
+            self._refused.popleft()
+        reasons = collections.Counter(reason for _, reason in list(self._refused))
+        count, storage = sum(reasons.values()), reasons["storage"] > 0
+        shown = dict(reasons.most_common(self.LANDED))
+        text = (
+            f"senders were refused in the last five minutes: {count} ({listed(shown)})"
+        )
+        numbers = {"messages": count, "reasons": shown}
+        return Condition(
+            "recusas", storage or count >= self.REFUSED, text, numbers, storage
+        )
+
+    def erro(self, now):
+        """What lies there is for people; it is an alarm until none has landed there for
+        a while."""
+        dead = self.store.dead()
+        if dead != self.dead:
+            self.dead, self._landed = dead, now
+        count, reasons = sum(dead.values()), dict(dead.most_common(self.LANDED))
+        text = (
+            f"messages landed in erro since the last alarm: {count} ({listed(reasons)})"
+        )
+        numbers = {"messages": count, "reasons": reasons}
+        lying, fresh = self._totals.get("erro", 0), now - self._landed < self.RECENT
+        if lying and not fresh:
+            text = f"messages lie in erro: {lying}"
+        return Condition("erro", lying > 0, text, {**numbers, "lying": lying}, fresh)
+
+    def told_dead(self):
+        """What landed in erro is counted anew."""
+        self.dead = self.store.dead(told=self.dead)
+
+    def age(self, due, limit):
+        text = (
+            f"the oldest message that is due has waited {due} s, ALERT_AGE is {limit} s"
+        )
+        on, since = due > limit, self.store.clock() - due
+        return Condition(
+            "age", on, text, {"seconds": due, "limit": limit}, on, "", since
+        )
+
+    def nobody(self, now, due):
+        """That messages wait for too long is told by `age`; this says why, sooner."""
+        idle, limit = int(now - self._claimed), (self.settings.alert_age or 900) // 3
+        waiting, since = self._totals.get("pendente", 0), self.store.clock() - idle
+        text = f"nobody has claimed a message for {idle} s, and {waiting} wait"
+        numbers = {"seconds": idle, "limit": limit, "messages": waiting}
+        on = min(idle, due) > limit
+        return Condition("consumo", on, text, numbers, False, "", since)
+
+    def silence(self, now, limit):
+        arrivals = self.store.arrivals()
+        if arrivals != self._arrivals:
+            if self._arrivals is not None:
+                self._arrived = now
+            self._arrivals = arrivals
+        quiet = int(now - self._arrived)
+        text = f"no message has come for {quiet} s, ALERT_SILENCE is {limit} s"
+        on, since = quiet >= limit, self.store.clock() - quiet
+        numbers = {"seconds": quiet, "limit": limit}
+        return Condition("silence", on, text, numbers, on, "", since)
+
+    def report(self):
+        """What is wrong, for the page: the longest first, `desde` in seconds."""
+        now = self.store.clock()
+        wrong = sorted((one for one in self.found if one.on), key=lambda one: one.since)
+        return [
+            {
+                "tipo": one.kind,
+                "texto": one.text,
+                "desde": max(0, round(now - one.since)),
+                "destino": one.name or None,
+                "numeros": one.numbers,
+            }
+            for one in wrong
+        ]
+
+    def families(self):
+        counts = collections.Counter(one.kind for one in self.found if one.on)
+        samples = [("", {"kind": kind}, counts[kind]) for kind in self.KINDS]
+        yield "problems", "gauge", "What is wrong, by kind.", samples
+
+
+def listed(reasons):
+    return ", ".join(f"{number} x {reason!r}" for reason, number in reasons.items())
+
+
 # The web application
 
 
@@ -3338,6 +3638,7 @@ class App:
         rate = settings.rate_limit
         self.webhooks = Buckets(rate, 2 * rate) if rate else None
         self.pressure = Pressure(settings, store)
+        self.watch = Watch(settings, store, self.pressure)
         self._due = -math.inf  # when tick() has something to do
 
     def __call__(self, environ, start_response):
@@ -3712,7 +4013,7 @@ class App:
             ("commit_seconds", "Commits that wrote.", "", {"": self.store.commits}),
             ("commit_requests", "Requests in one commit.", "", {"": self.shared}),
         )
-        found = [*families(self.store.report(), histograms)]
+        found = [*families(self.store.report(), histograms), *self.watch.families()]
         if self.delivery:
             found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
@@ -3726,6 +4027,10 @@ class App:
         """What the page shows on top."""
         delivery = self.delivery and self.delivery.report()
         answer = {**self.store.report(), "entrega": delivery, "versao": __version__}
+        answer |= {"problemas": self.watch.report(), "maquina": socket.gethostname()}
+        step = {"dia": 10, "semana": 60}.get(request.word("periodo"))
+        if step:
+            answer["por_periodo"] = self.store.history(step)
         return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def client(self, environ):
@@ -3750,6 +4055,8 @@ class App:
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
         self.store.refused(reason)
+        if path.startswith("/webhook") and code in (401, 403, 503):
+            self.watch.refused(reason)
         return refusal.reply
 
     def tick(self, now):
@@ -3763,6 +4070,7 @@ class App:
             self.pressure.look()
         except (sqlite3.Error, OSError) as error:  # nobody is refused for that
             self.trouble("look", "cannot look at the disk: %s", safe_text(error))
+        self.watch.tick()
 
     def flush(self, **gap):
         """Logs what was kept back as a repetition."""
@@ -3773,6 +4081,7 @@ class App:
         """Logs trouble with the store; the reply for those who depended on it."""
         self.trouble("storage", "answering 503, storage trouble: %s", safe_text(error))
         self.store.refused("storage")
+        self.watch.refused("storage")
         return UNAVAILABLE
 
 
@@ -4841,7 +5150,7 @@ def post(url, body, timeout=10):
 
 
 class Alarm:
-    """One kind: what is the case, and what was told of it."""
+    """One condition: whether it is so, and what was told of it."""
 
     is_on = told = False
     begun = 0  # how often, since it was told
@@ -4849,7 +5158,7 @@ class Alarm:
 
 
 class Alarms(threading.Thread):
-    """Tells ALERT_URL when something is wrong and when it is over.
+    """Tells ALERT_URL when something is wrong and when it is over; Watch says what is.
 
     It has a thread of its own, for the target may be slow or down. Nothing is queued: as
     soon as it may be told it tells how things are then, and how often they have changed.
@@ -4857,27 +5166,25 @@ class Alarms(threading.Thread):
 
     EVERY, GAP = 10, 300  # seconds between looks, and between alarms of one kind
     LONGEST = 600  # seconds until the target is tried again
-    SHOWN = 5  # reasons
     OVER = types.MappingProxyType(
         {
+            "destino": "the target takes messages again",
             "disk": "the database's disk has room again",
             "queue": "the queue is shorter again",
+            "recusas": "no sender was refused for five minutes",
             "erro": "no message has landed in erro for five minutes",
             "age": "no message has waited for longer than ALERT_AGE",
             "silence": "a message has come",
         }
     )
 
-    def __init__(self, settings, store, pressure, clock=time.monotonic, send=post):
+    def __init__(self, settings, watch, clock=time.monotonic, send=post):
         super().__init__(name="alarms", daemon=True)
-        self.settings, self.store, self.pressure = settings, store, pressure
+        self.settings, self.watch = settings, watch
         self.clock, self.send = clock, send
         self.stopped = threading.Event()
         self.trouble = Repeats(logging.WARNING, clock)
         self.alarms = collections.defaultdict(Alarm)
-        self.dead = collections.Counter()  # as of the last look
-        self._landed = -math.inf  # when a message last went to erro
-        self._arrivals, self._arrived = store.arrivals(), clock()
         self._wait, self._retry = self.EVERY, -math.inf
 
     def run(self):
@@ -4895,59 +5202,18 @@ class Alarms(threading.Thread):
     def look(self):
         """Tells what has to be told."""
         now = self.clock()
-        try:
-            for kind, is_on, text, numbers in self.conditions(now):
-                alarm = self.alarms[kind]
-                alarm.begun += is_on and not alarm.is_on
-                alarm.is_on = is_on
-                is_news = alarm.begun or is_on != alarm.told
-                if is_news and now - alarm.when >= self.GAP and now >= self._retry:
-                    self.tell(kind, alarm, text, numbers)
-                if self.stopped.is_set():
-                    return
-        except sqlite3.Error as error:
-            self.trouble("store", "alarms will look again: %s", safe_text(error))
+        for one in self.watch.found:
+            if one.kind not in self.OVER:
+                continue
+            alarm = self.alarms[one.kind, one.name]
+            alarm.begun += one.alarm and not alarm.is_on
+            alarm.is_on = one.alarm
+            is_news = alarm.begun or one.alarm != alarm.told
+            if is_news and now - alarm.when >= self.GAP and now >= self._retry:
+                self.tell(one.kind, alarm, one.text, one.numbers)
+            if self.stopped.is_set():
+                return
         self.trouble.flush()
-
-    def conditions(self, now):
-        """(kind, whether it is so, a sentence, numbers) of each; first those that do
-        not read the file, which may be broken."""
-        now_is, text = self.pressure, self.pressure.text
-        disk = {"free": now_is.free, "limit": now_is.least}
-        queue = {"messages": now_is.pending, "limit": now_is.most}
-        yield "disk", "MIN_FREE" in now_is.causes, text("MIN_FREE"), disk
-        yield "queue", "MAX_PENDING" in now_is.causes, text("MAX_PENDING"), queue
-        yield ("erro", *self.erro(now))
-        if self.settings.alert_age:
-            yield ("age", *self.age(self.settings.alert_age))
-        if self.settings.alert_silence:
-            yield ("silence", *self.silence(now, self.settings.alert_silence))
-
-    def erro(self, now):
-        """It is over when none has landed there for a while: to empty it is for people."""
-        dead = self.store.dead()
-        if dead != self.dead:
-            self.dead, self._landed = dead, now
-        count, reasons = sum(dead.values()), dead.most_common(self.SHOWN)
-        shown = ", ".join(f"{number} x {reason!r}" for reason, number in reasons)
-        text = f"messages landed in erro since the last alarm: {count} ({shown})"
-        numbers = {"messages": count, "reasons": dict(reasons)}
-        return now - self._landed < self.GAP, text, numbers
-
-    def age(self, limit):
-        due = self.store.oldest_due() or 0
-        text = (
-            f"the oldest message that is due has waited {due} s, ALERT_AGE is {limit} s"
-        )
-        return due > limit, text, {"seconds": due, "limit": limit}
-
-    def silence(self, now, limit):
-        arrivals = self.store.arrivals()
-        if arrivals != self._arrivals:
-            self._arrivals, self._arrived = arrivals, now
-        quiet = int(now - self._arrived)
-        text = f"no message has come for {quiet} s, ALERT_SILENCE is {limit} s"
-        return quiet >= limit, text, {"seconds": quiet, "limit": limit}
 
     def tell(self, kind, alarm, text, numbers):
         host, state = socket.gethostname(), "begins" if alarm.is_on else "over"
@@ -4970,7 +5236,7 @@ class Alarms(threading.Thread):
         self._wait, alarm.when = self.EVERY, self.clock()
         alarm.told, alarm.begun = alarm.is_on, 0
         if kind == "erro":
-            self.dead = self.store.dead(told=self.dead)
+            self.watch.told_dead()
 
 
 # The server
@@ -5652,15 +5918,19 @@ def show_status(_):
     The same as GET /metrics, whether the service runs or not. It changes nothing.
     """
     with contextlib.closing(configured_file()) as store:
-        table = status_table(store.report())
+        table = status_table(store.report(), store.problems())
     try:
         print(table, flush=True)
     except BrokenPipeError:  # who reads has seen enough, as in status | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def status_table(report):
-    """What /metrics tells of the file, for a person."""
+def status_table(report, problems=()):
+    """What /metrics tells of the file, for a person; first what is wrong."""
+    wrong = [
+        (f"wrong since {utc(since)} UTC (as of {utc(seen)}):", text)
+        for _, _, since, seen, text in problems
+    ]
     rows = collections.defaultdict(dict)
     for row in report["mensagens"]:
         rows[row["fonte"] or "-"][row["status"]] = row["quantidade"]
@@ -5668,7 +5938,7 @@ def status_table(report):
     table += [(name, *(n.get(s, 0) for s in STATUSES)) for name, n in rows.items()]
     age, minutes = report["mais_antiga"], report["por_minuto"]
     facts = [("oldest due", "none" if age is None else f"{age} s")]
-    for at, name in ((1, "received"), (2, "settled")):
+    for at, name in ((1, "received"), (2, "done"), (3, "failed")):
         last = [minute[at] for minute in minutes]
         facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
     for key, name in ("arquivo", "database"), ("wal", "WAL"), ("livre", "disk free"):
@@ -5678,7 +5948,8 @@ def status_table(report):
     for key, (name, *_) in COUNTERS.items():
         for label, n in report["contadores"][key].items() or [("", 0)]:
             facts.append((f"{name} {label}".strip(), n))
-    return f"{aligned(table)}\n\n{aligned(facts)}"
+    parts = [wrong, table, facts] if wrong else [table, facts]
+    return "\n\n".join(map(aligned, parts))
 
 
 def aligned(rows):
@@ -5734,11 +6005,11 @@ def run_service(_):
     clock = SteadyClock()
     store = open_store(settings, clock)
     app = App(settings, store)
-    app.delivery = delivery = open_delivery(settings, store)
+    app.delivery = app.watch.delivery = delivery = open_delivery(settings, store)
     server = Server(settings, app, listen(settings.addr), clock, delivery)
     threads = [Housekeeper(settings, store)]
     if settings.alert_url:
-        threads.append(Alarms(settings, store, app.pressure))
+        threads.append(Alarms(settings, app.watch))
     for thread in threads:
         thread.start()
     where = ", ".join(server.addresses())
