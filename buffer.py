@@ -1200,6 +1200,13 @@ UPDATE fila NOT INDEXED
    AND status = 'processando'
 RETURNING id, status, reason"""
 
+ANTECIPAR = f"""
+UPDATE fila NOT INDEXED
+   SET available_at = NULL {CHOSEN}
+   AND status = 'pendente'
+   AND available_at IS NOT NULL
+RETURNING id, status, reason"""
+
 # Conversations of which a verdict settles more than one message.
 TOGETHER = """
 SELECT json_group_array(id) AS ids, max(attempts) AS tries
@@ -1270,11 +1277,40 @@ SELECT id, size
  ORDER BY id
  LIMIT :limit"""
 
+LIST_REASONS = LIST_REASON.replace(
+    "IS nullif(:reason, '')", "IN (SELECT value FROM json_each(:reason))"
+)
+
 # The same with the newest first.
 NEWEST = {
     sql: sql.replace("ORDER BY id", "ORDER BY id DESC")
-    for sql in (LIST, LIST_DELAYED, LIST_REASON)
+    for sql in (LIST, LIST_DELAYED, LIST_REASON, LIST_REASONS)
 }
+
+COUNT = {
+    sql: f"SELECT count(*), max(id) FROM ({sql})"
+    for sql in (LIST, LIST_DELAYED, LIST_REASON, LIST_REASONS)
+}
+
+REASONS = """
+SELECT DISTINCT reason
+  FROM fila INDEXED BY fila_reason
+ WHERE status = 'erro'
+   AND reason IS NOT NULL"""
+
+SEARCHED = """
+SELECT id, size, CAST(payload AS BLOB) AS body, event_id, group_key, path
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))
+ ORDER BY id DESC"""
+
+LAST_ID = "SELECT coalesce(max(id), 0) FROM fila"
+CAME = """
+SELECT id, coalesce(created_at, '') AS created_at
+  FROM fila NOT INDEXED
+ WHERE id >= :id
+ ORDER BY id
+ LIMIT 1"""
 
 # The same for one source.
 OF_SOURCE = {
@@ -1288,6 +1324,8 @@ OF_SOURCE = {
         LIST_DELAYED,
         NEWEST[LIST],
         NEWEST[LIST_DELAYED],
+        COUNT[LIST],
+        COUNT[LIST_DELAYED],
     )
 }
 OF_SOURCE.update(
@@ -1334,6 +1372,8 @@ MOTIVOS = """
 SELECT reason, count(*) AS count, max(id) AS until
   FROM fila INDEXED BY fila_reason
  WHERE status = 'erro'
+   AND id > :after
+   AND id <= :until
    AND (:source IS NULL OR source = :source)
  GROUP BY reason
  ORDER BY count(*) DESC
@@ -1524,6 +1564,7 @@ class Store:
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
     REASONS = 100  # that dead() tells apart
+    SLICE, SLICE_BYTES = 200, 4 << 20  # messages that search() reads at once
     COUNTED = 10_000  # conversations up to which report() counts
     MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
     NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
@@ -1986,6 +2027,12 @@ class Store:
             self._count_used_up(o.status for o in outcomes.values() if not o.refused)
         return outcomes
 
+    def antecipar(self, ids, attempt=None, **values):
+        """devolver() without a delay, which also makes due at once what is delayed."""
+        with self.transaction():
+            self._settle("devolver", ANTECIPAR, ids, attempt, "pendente")
+            return self.devolver(ids, attempt, **values)
+
     def _together(self, ids):
         """(ids, attempts for the backoff) of what should come back at the same time: a
         conversation that was handed out as one must not come back in pieces."""
@@ -2021,47 +2068,103 @@ class Store:
             outcomes[id_] = Outcome(refused, row["status"], row["attempts"])
         return {id_: outcomes.get(id_, Outcome("unknown", None)) for id_ in ids}
 
-    def list(
+    def list(self, statuses, limit=50, newest=False, **where):
+        """Rows (id, size) of messages with one of the statuses, in the order of ids or
+        with the newest first.
+
+        Of a `source`; with ids `after` one, and up to `until`; `delayed` ones only;
+        failed for exactly this `reason`, "" for none, or for one of several.
+        """
+        found = []
+        for sql, values in self._lists(statuses, limit=limit, **where):
+            sql = NEWEST[sql] if newest else sql
+            found += self._run_of(sql, **values)
+        return sorted(found, key=lambda row: row["id"], reverse=newest)[:limit]
+
+    def count(self, statuses, limit, **where):
+        """(how many messages list() would give, the highest of their ids)."""
+        found = [
+            self._run_of(COUNT[sql], **values)[0]
+            for sql, values in self._lists(statuses, limit=limit, **where)
+        ]
+        return sum(n for n, _ in found), max(last or 0 for _, last in found)
+
+    def _lists(
         self,
         statuses,
         source=None,
         after=0,
         until=2**63 - 1,
-        limit=50,
         reason=None,
-        newest=False,
+        delayed=False,
+        **values,
     ):
-        """Rows (id, size) of messages with one of the statuses, in the order of ids or
-        with the newest first. `reason` takes of those in erro only the ones that failed
-        for exactly this reason, "" for none."""
-        found = []
-        where = {"after": after, "limit": limit, "until": until}
-        if reason is not None:
-            sql = NEWEST[LIST_REASON] if newest else LIST_REASON
-            return self._run(sql, source=source, reason=reason, **where)
-        for status in statuses:
-            for sql in (LIST, LIST_DELAYED)[: 1 + (status == "pendente")]:
-                sql = NEWEST[sql] if newest else sql
-                found += self._run_of(sql, source, status=status, **where)
-        return sorted(found, key=lambda row: row["id"], reverse=newest)[:limit]
+        """(statement, values) of each part of a list. Both lists of pendente are long."""
+        values.update(source=source, after=after, until=until)
+        if isinstance(reason, str):
+            yield LIST_REASON, {"reason": reason, **values}
+        elif reason is not None:
+            yield LIST_REASONS, {"reason": json.dumps(reason), **values}
+        else:
+            for status in statuses:
+                if not delayed:
+                    yield LIST, {"status": status, **values}
+                if status == "pendente":
+                    yield LIST_DELAYED, {"status": status, **values}
+
+    def search(self, fits, statuses, seconds, limit, until=2**63 - 1, **where):
+        """(rows (id, size) of the newest messages of list() of which fits(row) is true,
+        the id up to which to go on or None), after about so many seconds at most."""
+        found, end = [], time.monotonic() + seconds
+        while True:
+            rows = self.list(statuses, self.SLICE, newest=True, until=until, **where)
+            sizes = itertools.accumulate(row["size"] or 0 for row in rows)
+            fit = max(1, sum(size <= self.SLICE_BYTES for size in sizes))
+            ids = [row["id"] for row in rows[:fit]]
+            if not ids:
+                return found, None
+            found += filter(fits, self._run(SEARCHED, ids=json.dumps(ids)))
+            until = ids[-1] - 1
+            if len(found) >= limit or time.monotonic() >= end:
+                break
+        if len(found) > limit:
+            until = found[limit - 1]["id"] - 1
+        return found[:limit], until
+
+    def last_before(self, moment):
+        """The last id that came before a time, as it is in the file. Ids grow with time
+        but where the clock was set back."""
+        low, [[high]] = 0, self._run(LAST_ID)
+        while low < high:
+            middle = (low + high + 1) // 2
+            [row] = self._run(CAME, id=middle)
+            if row["created_at"] < moment:
+                low = row["id"]
+            else:
+                high = middle - 1
+        return low
 
     def evento(self, event_id, source=None):
         """Rows (id, size) of the messages, one of a source, that have this event id."""
         rows = self._run(EVENTO, event=event_id, source=source)
         return sorted(rows, key=lambda row: row["id"])
 
-    def motivos(self, source=None, reason=None, limit=50):
+    def motivos(self, source=None, reason=None, limit=50, after=0, until=2**63 - 1):
         """Rows (reason, count, until), the commonest first, of the messages in erro; or
         of one `reason` as in list(). `until` is the last id that was counted."""
-        where = {"source": source, "limit": limit}
+        where = {"source": source, "limit": limit, "after": after, "until": until}
         if reason is None:
             return self._run(MOTIVOS, **where)
         return self._run(MOTIVO, reason=reason, **where)
 
+    def reasons(self):
+        """All there are, each once."""
+        return [reason for (reason,) in self._run(REASONS)]
+
     def _run_of(self, sql, source, **values):
         """A statement for all or for one source."""
-        if source is None:
-            return self._run(sql, **values)
+        if source is None or sql not in OF_SOURCE:
+            return self._run(sql, source=source, **values)
         return self._run(OF_SOURCE[sql], source=source, **values)
 
     def look(self, ids, whole):
@@ -2080,6 +2183,12 @@ class Store:
                 self.erased = True
                 self.gather(self.NEW)  # its conversation may be a phone number
             return found > 0
+
+    def apagar(self, ids):
+        """Erases many."""
+        with self.transaction():
+            self.erased = self._delete(ids) > 0 or self.erased
+            self.gather(self.NEW)
 
     def _delete(self, ids):
         ids = json.dumps(ids)
@@ -2974,7 +3083,7 @@ class Watch:
                 f"{one['destino']} takes no messages for {lasts} s:"
                 f" {one.get('ultimo_erro') or one['estado']}"
             )
-            numbers = {"target": one["destino"], "state": one["estado"]}
+            numbers = {"target": one["destino"], "condition": one["estado"]}
             numbers.update(seconds=lasts, waiting=one.get("esperando"))
             since = self.store.clock() - lasts
             yield Condition("destino", on, text, numbers, on, one["destino"], since)
@@ -3571,9 +3680,12 @@ ROUTES = (
     ("/fila/{id}/devolver", "POST", "devolver", CONSUMER),
     ("/fila/{id}/estender", "POST", "estender", CONSUMER),
     ("/fila/{id}/reenviar", "POST", "reenviar", CONSUMER),
+    ("/fila/{id}/payload", "GET", "payload", CONSUMER),
     ("/fila/{id}/{verdict}", "POST", "no_such_verdict", CONSUMER),
     ("/fila", "GET", "list", CONSUMER),
+    ("/fila", "DELETE", "delete_many", CONSUMER),
     ("/fila/motivos", "GET", "motivos", CONSUMER),
+    ("/fila/quantas", "GET", "count", CONSUMER),
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
@@ -3616,7 +3728,9 @@ class App:
     OK = Reply.json(b'{"status":"ok"}')
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
     LONGEST_WAIT = 60  # seconds
-    MANY = 5000  # messages that one reenviar by filter takes
+    MANY = 5000  # messages that one verdict by filter takes
+    COUNTED = 100_000  # messages that are counted
+    SEARCH = 0.02  # seconds of one slice of a search, for which senders wait
     EVERY = 0.1  # seconds
 
     def __init__(self, settings, store, wall=time.time):
@@ -3841,43 +3955,92 @@ class App:
         return {"quiet": 0, "single": True} if serial == "1" else {}
 
     def processado(self, request):
+        if self.by_filter(request):
+            return self.settle_all(request, "processado", ("pendente", "erro"))
         return self.settle(request, "processado", self.store.processado)
 
     def erro(self, request):
+        if self.by_filter(request):
+            return self.settle_all(request, "erro", ("pendente",))
         reason = self.reason(request)
         return self.settle(request, "erro", self.store.erro, reason=reason)
 
     def devolver(self, request):
+        """Without a delay it brings forward what is delayed."""
+        if self.by_filter(request):
+            return self.settle_all(request, "antecipar", ("pendente",))
         delay = request.number("em", 0, 31536000, default=None)
         values = {"reason": self.reason(request), "delay": delay}
-        return self.settle(request, "pendente", self.store.devolver, **values)
+        method = self.store.antecipar if delay == 0 else self.store.devolver
+        return self.settle(request, "pendente", method, **values)
 
     def estender(self, request):
         lease = request.number("segundos", 1, 604800, default=self.settings.lease)
         return self.settle(request, "processando", self.store.estender, lease=lease)
 
     def reenviar(self, request):
-        """One, many by their ids, or with ?status= all of a status (and source)."""
+        if self.by_filter(request):
+            return self.settle_all(request, "reenviar", ("erro", "processado"))
+        return self.settle(request, "pendente", self.store.reenviar)
+
+    def by_filter(self, request):
+        """Whether it is for all of a status."""
+        return "id" not in request.params and request.word("status") is not None
+
+    def settle_all(self, request, verb, statuses):
+        """A verdict for all that a filter lets through, in bites: see README."""
         status = request.word("status")
-        if "id" in request.params or status is None:
-            return self.settle(request, "pendente", self.store.reenviar)
-        if status not in ("erro", "processado"):
-            raise Refusal(400, "status deve ser erro ou processado")
-        unknown = request.query.keys() - {"status", "fonte", "motivo", "ate"}
-        if unknown or request.read(self.settings.max_body):  # a slip would replay all
-            raise Refusal(400, "só status, fonte, motivo e ate, sem corpo")
-        until = request.number("ate", 1, 10**18, default=None)
-        if until is None and request.word("ate") is not None:
-            raise Refusal(400, "ate inválido")  # it would mean all of them
-        where = {"source": request.source_name(), "until": until or 2**63 - 1}
-        where["reason"] = self.failed_for(request)
+        if status not in statuses:
+            raise Refusal(400, f"status deve ser {' ou '.join(statuses)}")
+        known = {"status", "fonte", "motivo", "parecido", "adiadas", "desde", "ate"}
+        forward = verb == "antecipar"  # of delayed ones, and at once
+        unknown = request.query.keys() - known - ({"em"} if forward else set())
+        if unknown or request.read(self.settings.max_body):  # a slip would mean all
+            raise Refusal(400, f"só {', '.join(sorted(known))}, sem corpo")
+        if forward and (request.word("em"), request.word("adiadas")) != ("0", "1"):
+            raise Refusal(400, "devolver por filtro: só adiadas=1 e em=0")
+        where = self.chosen(request)
+        done = {"delay": 0} if forward else {}
         with self.store.transaction():
             rows = self.store.list([status], limit=self.MANY, **where)
             ids = fitting(rows, self.MANY, 64 << 20)
-            self.store.reenviar(ids)
+            getattr(self.store, verb)(ids, **done)
             more = bool(self.store.list([status], limit=1, **where))
-        answer = {"status": "pendente", "quantidade": len(ids), "mais": more}
+        names = {"reenviar": "pendente", "antecipar": "pendente", "apagar": "apagada"}
+        answer = {"status": names.get(verb, verb), "quantidade": len(ids), "mais": more}
         return Reply.json(to_json(answer).encode())
+
+    def chosen(self, request):
+        """What a filter in the query means to Store.list(), but for the status.
+        Refusal 400 for what it cannot mean."""
+        where = {"source": request.source_name(), "reason": self.failed_for(request)}
+        where["delayed"] = request.word("adiadas") == "1"
+        if where["delayed"] and request.word("status") != "pendente":
+            raise Refusal(400, "adiadas só com status=pendente")
+        return {**where, **self.period(request)}
+
+    def period(self, request):
+        """`desde`, a time, and `ate`, a time or an id, as ids."""
+        where = {}
+        since, until = request.word("desde"), request.word("ate")
+        if since is not None:
+            where["after"] = self.store.last_before(utc(moment_of(since, "desde")))
+        if until is not None and re.fullmatch("[0-9]{1,18}", until) and int(until):
+            where["until"] = int(until)
+        elif until is not None:  # to the end of that second
+            end = utc(moment_of(until, "ate") + 1)
+            where["until"] = self.store.last_before(end)
+        return where
+
+    def count(self, request):
+        """How many a filter lets through, up to COUNTED, and the last of their ids."""
+        status = request.word("status")
+        if status not in STATUSES:
+            raise Refusal(400, f"status deve ser um de {', '.join(STATUSES)}")
+        where = self.chosen(request)
+        number, last = self.store.count([status], self.COUNTED, **where)
+        answer = {"quantidade": number, "ate": last, "mais": number >= self.COUNTED}
+        return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def no_such_verdict(self, request):
         raise Refusal(
@@ -3954,39 +4117,82 @@ class App:
         event, order = request.word("evento"), request.word("ordem")
         if order not in (None, "asc", "desc"):
             raise Refusal(400, "ordem deve ser asc ou desc")
+        statuses = [status] if status else STATUSES
+        if request.word("busca") is not None:
+            return self.search(request, statuses)
         if event is None:
             after = request.number("depois", 0, 10**18, default=None)
-            rows = self.store.list(
-                [status] if status else STATUSES,
-                source=source,
-                limit=request.number("limite", 1, 500, default=50),
-                reason=self.failed_for(request),
-                **page(after, newest=order == "desc"),
-            )
+            where = self.chosen(request)
+            if order == "desc" and after is not None:
+                where["until"] = min(after - 1, where.get("until", after))
+            elif after is not None:
+                where["after"] = max(after, where.get("after", 0))
+            limit = request.number("limite", 1, 500, default=50)
+            rows = self.store.list(statuses, limit, order == "desc", **where)
         elif request.query.keys() & {"status", "motivo", "depois"}:
             raise Refusal(400, "evento só com fonte")
         else:
             rows = self.store.evento(event, source)
+        return Reply.json(b"[%s]" % self.shown(request, rows), headers=PRIVATE)
+
+    def shown(self, request, rows):
         ids, shown, size = [row["id"] for row in rows], [], 0
         for row in self.store.look(ids, whole=request.word("completo") == "1"):
             size += len(row["body"])
             if shown and size > self.settings.max_batch_bytes:
                 break
             shown.append(looked_json(row))
-        return Reply.json(b"[%s]" % b",".join(shown), headers=PRIVATE)
+        return b",".join(shown)
+
+    def search(self, request, statuses):
+        """The newest messages that hold `busca`, a slice at a time: `ate` is where the
+        next one goes on. In the first, what has it as its id or event id comes first."""
+        text, where = request.word("busca").strip(), self.chosen(request)
+        if not 0 < len(text) <= 200:
+            raise Refusal(400, "busca deve ter de 1 a 200 caracteres")
+        exact = {row["id"] for row in self.store.evento(text)}
+        exact |= {int(text)} if re.fullmatch("[0-9]{1,18}", text) else set()
+        find = finder(text).search
+
+        def fits(row):
+            others = row["event_id"], row["group_key"], row["path"]
+            known = "\n".join(filter(None, others)).encode("utf-8", "replace")
+            return row["id"] not in exact and (find(row["body"]) or find(known))
+
+        limit, first = request.number("limite", 1, 500, default=50), []
+        if "until" not in where or not request.word("ate").isdecimal():
+            for id_ in sorted(exact, reverse=True):  # through the same filter
+                low, high = where.get("after", 0), where.get("until", id_)
+                one = {**where, "after": max(low, id_ - 1), "until": min(high, id_)}
+                first += self.store.list(statuses, **one)
+        rows, until = self.store.search(fits, statuses, self.SEARCH, limit, **where)
+        ate = str(until) if until else "null"
+        items = b"[%s]" % self.shown(request, first + rows)
+        return Reply.json(joined(mensagens=items, ate=ate), headers=PRIVATE)
 
     def failed_for(self, request):
-        """`motivo`, exactly: "" for messages without one, None when it is not asked."""
-        reason = request.word("motivo")
-        if reason is not None and request.word("status") != "erro":
-            raise Refusal(400, "motivo só com status=erro")
-        return reason
+        """`motivo`, exactly: "" for messages without one, None when it is not asked;
+        with `parecido` a list of those that differ from it in numbers alone."""
+        exact, alike = request.word("motivo"), request.word("parecido")
+        if (exact is not None or alike) and request.word("status") != "erro":
+            raise Refusal(400, "motivo e parecido só com status=erro")
+        if not alike:
+            return exact
+        form = without_numbers(alike)
+        return [one for one in self.store.reasons() if without_numbers(one) == form]
 
     def motivos(self, request):
-        """Why messages are in erro: the commonest reasons, or how many have `motivo`."""
-        rows = self.store.motivos(request.source_name(), request.word("motivo"))
+        """Why messages are in erro: the commonest reasons, or how many have `motivo`;
+        with `agrupar` those that differ in numbers alone are one."""
+        source, reason = request.source_name(), request.word("motivo")
+        grouped = request.word("agrupar") == "1"
+        where = self.period(request)
+        limit = 10**6 if grouped else 50
+        rows = self.store.motivos(source, reason, limit, **where)
         names = ("motivo", "quantidade", "ate")
         answer = [dict(zip(names, row)) for row in rows]
+        if grouped:
+            answer = alike(answer)[:200]
         return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def look(self, request):
@@ -3995,10 +4201,22 @@ class App:
             return Reply.json(looked_json(row), headers=PRIVATE)
         raise Refusal(404, "mensagem não encontrada")
 
+    def payload(self, request):
+        """The body as it came, as a file that no browser opens."""
+        id_ = self.id(request)
+        for row in self.store.look([id_], whole=True):
+            name = f'attachment; filename="mensagem-{id_}"'
+            headers = (*PRIVATE, ("Content-Disposition", name))
+            return Reply(200, bytes(row["body"]), "application/octet-stream", headers)
+        raise Refusal(404, "mensagem não encontrada")
+
     def delete(self, request):
         if not self.store.delete(self.id(request)):
             raise Refusal(404, "mensagem não encontrada")
         return Reply(204, b"", None)
+
+    def delete_many(self, request):
+        return self.settle_all(request, "apagar", ("pendente", "processado", "erro"))
 
     def health(self, request):
         if self.pressure.cause:
@@ -4085,11 +4303,52 @@ class App:
         return UNAVAILABLE
 
 
-def page(after, newest):
-    """Where Store.list() goes on after the last id of the page before."""
-    if newest:
-        return {"newest": True, "until": 2**63 - 1 if after is None else after - 1}
-    return {"after": after or 0}
+def moment_of(text, name):
+    """Seconds since the epoch of an RFC 3339 time, UTC when it does not say; else
+    Refusal 400."""
+    with contextlib.suppress(ValueError, OverflowError):
+        zone = "" if re.search(r"[+-]\d\d:\d\d$", text) else "+00:00"
+        when = re.sub("[Zz ]$", "", text)  # Python 3.10 takes no Z
+        return datetime.datetime.fromisoformat(when + zone).timestamp()
+    raise Refusal(400, f"{name} inválido")
+
+
+def without_numbers(reason):
+    """A reason as those look that differ from it in numbers alone: ids, times, ports. A
+    number from 100 to 599 stays, since that may be a status."""
+    return re.sub(r"\b(?=\w*\d)\w{8,}\b|(?<!\d)(?![1-5]\d\d(?!\d))\d+", "#", reason)
+
+
+def alike(reasons):
+    """Entries of motivos, the commonest first, merged where they differ in numbers
+    alone; `motivos` says how many there were, `motivo` the commonest."""
+    found = {}
+    for one in reasons:
+        form = one["motivo"] and without_numbers(one["motivo"])
+        same = found.setdefault(form, {**one, "quantidade": 0, "motivos": 0})
+        same["quantidade"] += one["quantidade"]
+        same["ate"] = max(same["ate"], one["ate"])
+        same["motivos"] += 1
+    return sorted(found.values(), key=lambda one: -one["quantidade"])
+
+
+def finder(text):
+    """A pattern that finds a text in bytes: in UTF-8 or as JSON escapes it, in upper or
+    lower case."""
+    parts = []
+    for char in text:
+        forms = {char, char.lower(), char.upper()}
+        ways = {form.encode("utf-8", "replace") for form in forms}
+        if not char.isalnum() or not char.isascii():
+            ways |= {json.dumps(form)[1:-1].encode() for form in forms}
+            ways |= {f"\\u{ord(f):04x}".encode() for f in forms if len(f) == 1}
+        if char == "/":
+            ways.add(b"\\/")
+        parts.append(b"(?:%s)" % b"|".join(map(re.escape, sorted(ways))))
+        if len(ways) == 1:
+            parts[-1] = re.escape(char.encode())
+    ignore = re.IGNORECASE if re.search("[A-Za-z]|[^ -~]", text) else 0
+    return re.compile(b"".join(parts), ignore)
 
 
 def not_allowed(methods):

@@ -447,7 +447,13 @@ class StoreTest(Case):
             ),
             ("LIST_REASON", "COVERING INDEX fila_reason (reason=? AND id>? AND id<?)"),
             ("LIST_REASON newest first", "fila_reason (reason=? AND id>? AND id<?)"),
-            ("MOTIVO", "COVERING INDEX fila_reason (reason=?)"),
+            ("MOTIVO", "COVERING INDEX fila_reason (reason=? AND id>? AND id<?)"),
+            ("OLDEST_OPEN", queue),
+            ("OLDEST_OPEN", "COVERING INDEX fila_delayed"),
+            ("DELAYED", "COVERING INDEX fila_delayed"),
+            ("SEARCHED", by_id),
+            ("ANTECIPAR", by_id),
+            ("CAME", "USING INTEGER PRIMARY KEY (rowid>?)"),
             ("EVENTO", "INDEX fila_event (<expr>=? AND event_id=?)"),
             ("EVENTO", "INDEX fila_event (<expr>>?)"),
             ("OLD", "COVERING INDEX fila_settled (settled_at<?)"),
@@ -477,7 +483,7 @@ class StoreTest(Case):
 
     def test_reasons_are_counted_in_an_index_alone(self):
         plan = f"EXPLAIN QUERY PLAN {buffer.MOTIVOS}"
-        rows = self.store._run(plan, source=None, limit=1)
+        rows = self.store._run(plan, source=None, limit=1, after=0, until=9)
         self.assertIn("USING COVERING INDEX fila_reason", rows[0]["detail"])
 
     def test_a_request_that_fails_takes_nothing_else_with_it(self):
@@ -3226,7 +3232,8 @@ class ListTest(QueueCase):
     def test_methods(self):
         for url, method, allow in (
             ("/fila/1", "PUT", "GET, DELETE"),
-            ("/fila", "POST", "GET"),
+            ("/fila", "POST", "GET, DELETE"),
+            ("/fila/1/payload", "POST", "GET"),
             ("/fila/pegar", "GET", "POST"),
             ("/fila/processado", "DELETE", "POST"),
         ):
@@ -3240,6 +3247,215 @@ class ListTest(QueueCase):
         self.assertEqual(404, self.call("GET", "/fila/9")[0])
         for file in self.folder.iterdir():
             self.assertNotIn(b"a secret that must go", file.read_bytes(), file)
+
+
+class SearchTest(QueueCase):
+    """GET /fila?busca=TEXT, in slices."""
+
+    def found(self, text, query=""):
+        """Ids, over all slices."""
+        ids, more = [], ""
+        while True:
+            text_ = urllib.parse.quote(text)
+            answer = self.get(f"/fila?busca={text_}{query}{more}")
+            ids += [item["id"] for item in answer["mensagens"]]
+            if not answer["ate"]:
+                return ids
+            more = f"&ate={answer['ate']}"
+
+    def test_what_payloads_hold_however_it_is_written(self):
+        for body in (
+            '{"nome":"João Ávila"}',
+            '{"nome":"JO\\u00c3O"}',
+            '{"nome":"jo\\u00E3o","u":"http:\\/\\/x\\/y"}',
+            "n=joao",
+            '{"e":"\\ud83d\\ude00 ok"}',
+        ):
+            self.send(body.encode())
+        self.send(b"\xff\xfe Jo\xc3\xa3o")
+        for text, expected in (
+            ("joão", [6, 3, 2, 1]),
+            ("ávila", [1]),
+            ("http://x/y", [3]),
+            ("😀 OK", [5]),
+            ("nome", [3, 2, 1]),
+            ("jo.o", []),
+            ("%", []),
+        ):
+            self.assertEqual(expected, self.found(text), text)
+
+    def test_ids_events_keys_and_paths(self):
+        self.messages(3)
+        values = {"event_id": "evt_77", "group_key": "5511@s", "path": "a/upsert"}
+        self.store.webhook(b"x", source="s", **values)
+        self.store.webhook(b'"2 and evt_77"')
+        for text, expected in (
+            ("2", [2, 5, 3]),  # first what it is the id of
+            ("evt_77", [4, 5]),
+            ("t_7", [5, 4]),
+            ("5511", [4]),
+            ("UPSERT", [4]),
+        ):
+            self.assertEqual(expected, self.found(text), text)
+
+    def test_it_keeps_to_status_source_and_time(self):
+        for number in range(4):
+            self.clock.now += 60
+            self.store.webhook(b"x", source="s" if number % 2 else None)
+        self.settle(1, "erro", b"bad")
+        times = "&desde=2027-01-15T08:02:00Z&ate=2027-01-15T08:03:00Z"
+        for query, expected in (
+            ("&status=erro", [1]),
+            ("&status=erro&motivo=bad", [1]),
+            ("&status=erro&motivo=x", []),
+            ("&fonte=s", [4, 2]),
+            (times, [3, 2]),
+        ):
+            self.assertEqual(expected, self.found("x", query), query)
+        self.assertEqual([], self.found("1", "&status=pendente"))
+        for query in ("busca=", "busca=" + "x" * 201, "desde=ontem", "ate=0"):
+            self.assertEqual(400, self.call("GET", f"/fila?{query}")[0], query)
+
+    def test_a_slice_takes_a_moment_and_says_where_to_go_on(self):
+        with self.store.transaction():
+            for number in range(1000):
+                self.store.webhook(b"needle" if number < 3 else b"x")
+        self.app.SEARCH = 0
+        first = self.get("/fila?busca=needle")
+        self.assertEqual({"mensagens": [], "ate": 800}, first)
+        self.assertEqual([3, 2, 1], self.found("needle"))
+        self.assertEqual([3, 2, 1], self.found("needle", "&limite=2"))
+
+    def test_of_large_messages_few_are_read_at_once(self):
+        for _ in range(4):
+            self.send(b"x" * (2 << 20))
+        self.app.SEARCH = 0
+        self.assertEqual(2, self.get("/fila?busca=needle")["ate"])
+
+
+class ManyTest(QueueCase):
+    """Verdicts for all that a filter lets through, and their number before."""
+
+    def setUp(self):
+        super().setUp()
+        for number in range(8):
+            self.clock.now += 60
+            self.store.webhook(b"%d" % number, source="a" if number % 2 else None)
+        for id_, reason in (
+            (1, "no 11"),
+            (2, "no 12"),
+            (3, "HTTP 404"),
+            (4, "HTTP 500"),
+        ):
+            self.settle(id_, "erro", reason.encode())
+
+    def many(self, verb, query):
+        method = "DELETE" if verb == "apagar" else "POST"
+        url = "/fila" if verb == "apagar" else f"/fila/{verb}"
+        count = self.call("GET", f"/fila/quantas?{query}")
+        if count[0] == 200:
+            self.number = json.loads(count[1])["quantidade"]
+        status, text = self.call(method, f"{url}?{query}" + self.more)
+        return json.loads(text)["quantidade"] if status == 200 else status
+
+    more = ""
+
+    def test_each_verdict_and_each_filter(self):
+        after = "desde=2027-01-15T08:06:00Z"
+        for verb, query, count in (
+            ("reenviar", "status=erro&parecido=no+99", 2),
+            ("erro", "status=pendente&fonte=a&ate=2", 1),
+            ("processado", "status=erro&motivo=HTTP+404", 1),
+            ("apagar", "status=erro&fonte=a", 2),
+            ("apagar", f"status=pendente&{after}&ate=2027-01-15T08:07:30Z", 2),
+            ("processado", "status=pendente", 3),
+            ("reenviar", "status=processado&ate=3", 2),
+        ):
+            self.assertEqual(count, self.many(verb, query), (verb, query))
+            self.assertEqual(count, self.number, (verb, query))
+        rows = [(row["id"], row["status"]) for row in self.rows()]
+        done = [(5, "processado"), (8, "processado")]
+        self.assertEqual([(1, "pendente"), (3, "pendente"), *done], rows)
+
+    def test_a_slip_does_nothing(self):
+        before = [tuple(row) for row in self.rows()]
+        for verb, query in (
+            ("apagar", ""),
+            ("apagar", "status=processando"),
+            ("apagar", "status=erro&font=a"),
+            ("apagar", "status=erro&ate=x"),
+            ("erro", "status=erro"),
+            ("processado", "status=processado"),
+            ("reenviar", "status=erro&adiadas=1"),
+            ("devolver", "status=pendente"),
+            ("devolver", "status=pendente&adiadas=1&em=5"),
+            ("reenviar", "status=pendente&parecido=x"),
+        ):
+            self.assertEqual(400, self.many(verb, query), (verb, query))
+        self.assertEqual(before, [tuple(row) for row in self.rows()])
+
+    def test_what_is_delayed_is_told_apart_and_comes_now(self):
+        self.claim("?limite=3")
+        for id_ in (5, 6, 7):
+            self.settle(id_, "devolver?em=500")
+        query = "status=pendente&adiadas=1"
+        self.assertEqual([5, 6, 7], [i["id"] for i in self.get(f"/fila?{query}")])
+        self.assertEqual(3, self.store.report()["adiadas"])
+        self.assertEqual(200, self.settle(6, "devolver?em=0"))
+        self.more = "&em=0"
+        self.assertEqual(2, self.many("devolver", query))
+        self.assertEqual(0, self.store.report()["adiadas"])
+        self.assertEqual([5, 6, 7, 8], [item["id"] for item in self.claim()])
+
+    def test_erased_bytes_are_gone(self):
+        self.send(b'"a secret that must go"')
+        self.assertEqual(
+            1,
+            self.many("apagar", "status=pendente&desde=2027-01-15T08:08:00Z&ate=9") - 1,
+        )
+        for file in self.folder.iterdir():
+            self.assertNotIn(b"a secret that must go", file.read_bytes(), file)
+
+    def test_reasons_that_differ_in_numbers_are_one(self):
+        found = self.get("/fila/motivos?agrupar=1")
+        first = {"motivo": "no 11", "quantidade": 2, "ate": 2, "motivos": 2}
+        self.assertEqual([2, 1, 1], [one["quantidade"] for one in found])
+        self.assertIn(found[0].pop("motivo"), ("no 11", "no 12"))
+        self.assertEqual({**first, "motivo": 0}, {**found[0], "motivo": 0})
+        times = "desde=2027-01-15T08:03:00Z&ate=2027-01-15T08:03:59Z"
+        self.assertEqual(
+            ["HTTP 404"], [one["motivo"] for one in self.get(f"/fila/motivos?{times}")]
+        )
+        for a, b, same in (
+            ("id 3EB0000005A9 x", "id 77A5B2C1FF x", True),
+            ("at 10.0.0.7:5432", "at 10.0.0.12:80", True),
+            ("HTTP 404", "HTTP 422", False),
+        ):
+            self.assertEqual(
+                same, buffer.without_numbers(a) == buffer.without_numbers(b)
+            )
+
+
+class RawPayloadTest(QueueCase):
+    def test_it_comes_as_it_came_and_no_browser_runs_it(self):
+        for body in (b"<script>x</script>", b"\xff\x00", b'{"a":1.10}'):
+            self.store.webhook(body, buffer.is_utf8(body))
+        environ = {"REQUEST_METHOD": "GET", "HTTP_X_TOKEN": TOKEN}
+        for id_, body in (
+            (1, b"<script>x</script>"),
+            (2, b"\xff\x00"),
+            (3, b'{"a":1.10}'),
+        ):
+            reply = self.app.respond({**environ, "PATH_INFO": f"/fila/{id_}/payload"})
+            self.assertEqual((200, body), (reply.code, reply.body))
+        headers = dict(reply.headers)
+        self.assertEqual("application/octet-stream", headers["Content-Type"])
+        self.assertEqual("nosniff", headers["X-Content-Type-Options"])
+        self.assertEqual(
+            'attachment; filename="mensagem-3"', headers["Content-Disposition"]
+        )
+        self.assertEqual(404, self.call("GET", "/fila/9/payload")[0])
+        self.assertEqual(401, self.call("GET", "/fila/1/payload", token="x")[0])
 
 
 class MotivosTest(QueueCase):
@@ -6552,6 +6768,124 @@ class AlarmServiceTest(unittest.TestCase):
             hangs.set()
 
 
+class WatchTest(AlarmCase):
+    """What is wrong is decided once; the page, /metrics and status say the same."""
+
+    def kinds(self, seconds=0):
+        """What the page says, after some time; the others must say it too."""
+        self.after(seconds)
+        found = [one["tipo"] for one in self.get("/painel/dados")["problemas"]]
+        text = self.call("GET", "/metrics")[1]
+        samples = re.findall(r'buffer_problems\{kind="(\w+)"\} 1', text)
+        self.assertEqual(sorted(found), sorted(samples))
+        table = buffer.status_table(self.store.report(), self.store.problems())
+        self.assertEqual(len(found), table.count("wrong since"))
+        return found
+
+    def problem(self, kind):
+        problems = self.get("/painel/dados")["problemas"]
+        return next(one for one in problems if one["tipo"] == kind)
+
+    def test_in_good_order_there_is_none(self):
+        self.send()
+        self.claim()
+        self.assertEqual([], self.kinds(100))
+
+    def test_what_lies_in_erro_is_a_problem_until_somebody_has_seen_to_it(self):
+        self.dead(2)
+        self.assertEqual(["erro"], self.kinds())
+        self.assertEqual(["erro"], self.kinds(1000))  # its alarm is over by then
+        self.assertEqual("over", self.target.got[-1][1]["state"])
+        found = self.problem("erro")
+        self.assertEqual((2, 1000), (found["numeros"]["lying"], found["desde"]))
+        self.settle(1, "reenviar")
+        self.settle(2, "processado")
+        self.settle(1, "processado")
+        self.assertEqual([], self.kinds(10))
+
+    def test_nobody_claims(self):
+        self.send()
+        self.assertEqual([], self.kinds(300))
+        self.assertEqual(["consumo"], self.kinds(10))
+        self.assertEqual(310, self.problem("consumo")["desde"])
+        self.send()
+        self.claim("?limite=1")
+        self.assertEqual([], self.kinds(10))
+        self.assertEqual([], self.target.got)  # the age of the oldest is the alarm
+        self.assertEqual(["age", "consumo"], self.kinds(950))
+
+    def test_a_target_in_trouble(self):
+        one = {"destino": "FORWARD_URL", "estado": "parado", "problema": True}
+        one |= {"desde": 59, "ultimo_erro": "404 not active", "esperando": 7}
+        one |= {"em_voo": 0, "tentativas": {}}
+        self.app.delivery = self.watch.delivery = mock.Mock(report=lambda: [one])
+        self.watch.delivery.targets = [mock.Mock(source=None)]
+        self.assertEqual([], self.kinds())
+        one["desde"] = 75
+        self.assertEqual(["destino"], self.kinds(10))
+        found = self.problem("destino")
+        self.assertEqual((75, "FORWARD_URL"), (found["desde"], found["destino"]))
+        self.assertIn("404 not active", self.target.got[0][1]["text"])
+        one["problema"] = False
+        self.assertEqual([], self.kinds(10))
+        self.assertEqual([("destino", "over")], self.states(300))
+
+    def test_a_target_of_which_less_is_known(self):
+        one = {"destino": "FORWARD_URL", "estado": "fluindo", "desde": None}
+        self.watch.delivery = mock.Mock(report=lambda: [one], targets=[])
+        self.after(10)
+        self.assertNotIn("what is wrong is not known", self.logged())
+
+    def test_senders_are_refused(self):
+        for _ in range(3):
+            self.assertEqual([], self.kinds(10))
+            self.call("POST", "/webhook", b"{}", token="wrong")
+            self.call("GET", "/fila", token="wrong")  # no sender
+        self.assertEqual(["recusas"], self.kinds(10))
+        self.assertEqual({"token": 3}, self.problem("recusas")["numeros"]["reasons"])
+        self.assertEqual([], self.target.got)  # any stranger could wake people
+        self.assertEqual([], self.kinds(300))
+
+    def test_storage_that_fails_is_told(self):
+        good, self.store._db = (
+            self.store._db,
+            Faulty(self.store._db, "INSERT INTO fila"),
+        )
+        self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+        self.store._db = good
+        self.assertEqual(["recusas"], self.kinds(10))
+        self.assertEqual([("recusas", "over")], self.states(300))
+
+    def test_disk_and_queue_and_silence(self):
+        self.app.pressure.most, self.free = 1, 0
+        self.assertEqual(["disk"], self.kinds(10))
+        self.free = 2 << 30
+        self.assertEqual([], self.kinds(10))
+        self.send()
+        self.claim("?reserva=9999")
+        self.assertEqual(["queue"], self.kinds(10))
+        self.settle(1, "processado")
+        self.assertEqual(["silence"], self.kinds(3600))
+
+    def test_since_when_outlives_a_restart(self):
+        self.dead()
+        self.after(100)
+        self.clock.now += 50
+        self.start()
+        self.after(0)
+        self.assertEqual(150, self.problem("erro")["desde"])
+
+    def test_it_writes_when_something_changes_and_once_a_minute(self):
+        self.after(100)
+        with mock.patch.object(self.store, "write_problems") as write:
+            self.after(500)
+            self.assertEqual(0, write.call_count)
+            self.dead()
+            self.after(600)
+            self.assertLess(write.call_count, 13)
+            self.assertGreater(write.call_count, 9)
+
+
 # The page
 
 
@@ -6636,6 +6970,26 @@ class PageTest(QueueCase):
         self.assertEqual((None, buffer.__version__), (data["entrega"], data["versao"]))
         self.assertLessEqual({"mais_antiga", "arquivo", "wal", "livre"}, data.keys())
 
+    def test_a_day_and_a_week_are_kept_besides(self):
+        now = self.clock.now // 3600 * 3600
+        for hours, times in ((0, 2), (20, 3), (160, 1)):
+            self.clock.now = now + 3600 * hours
+            for _ in range(times):
+                self.send()
+        self.settle(1, "processado")
+        self.settle(2, "erro")
+        for name, count, step, received in (
+            ("dia", 144, 600, 1),
+            ("semana", 168, 3600, 6),
+        ):
+            found = self.get(f"/painel/dados?periodo={name}")["por_periodo"]
+            self.assertEqual(count, len(found))
+            self.assertEqual(step, found[1][0] - found[0][0])
+            sums = [sum(row[n] for row in found) for n in (1, 2, 3)]
+            self.assertEqual([received, 1, 1], sums)
+        self.assertLess(len(self.rows("SELECT * FROM minutos")), 400)
+        self.assertNotIn("por_periodo", self.get("/painel/dados"))
+
     def test_its_numbers_hold_the_state_of_delivery(self):
         state = [{"destino": "FORWARD_URL", "estado": "fluindo"}]
         self.app.delivery = mock.Mock(report=lambda: state)
@@ -6643,7 +6997,15 @@ class PageTest(QueueCase):
 
     def test_no_cache_keeps_what_it_asks_for(self):
         self.send()
-        for url in ("/painel", "/painel/dados", "/fila", "/fila/1", "/fila/motivos"):
+        for url in (
+            "/painel",
+            "/painel/dados",
+            "/fila",
+            "/fila?busca=x",
+            "/fila/1",
+            "/fila/motivos",
+            "/fila/quantas?status=erro",
+        ):
             self.get(url) if url != "/painel" else self.call("GET", url)
             self.assertEqual("no-store", self.answered["Cache-Control"], url)
             self.assertEqual("nosniff", self.answered["X-Content-Type-Options"], url)
