@@ -2702,7 +2702,6 @@ empty in = empty in {time} = vazia em {time}
 grows = grows by {n}/min = cresce {n}/min
 steady = stays as long = estável
 oldest = the oldest came {age} ago = a mais antiga chegou há {age}
-fetched = fetched {age} ago = buscadas há {age}
 delayed = delayed = adiadas
 all = all = todas
 machine = Machine and version = Máquina e versão
@@ -2996,6 +2995,7 @@ code { font-size: .9375rem }
 textarea { width: 100%; min-height: 4rem }
 
 #bar {
+  pointer-events: none;
   position: fixed;
   z-index: 3;
   inset: auto 0 0;
@@ -3007,6 +3007,7 @@ textarea { width: 100%; min-height: 4rem }
   gap: .375rem;
 }
 #bar > div {
+  pointer-events: auto;
   padding: .375rem .375rem .375rem .875rem;
   border-radius: .625rem;
   border: 1px solid var(--edge);
@@ -3103,6 +3104,7 @@ PAGE_BODY = r"""
         <label><span data-t="period"></span><select id="period"></select></label>
       </div>
     </form>
+    <div id="begin"></div>
     <div id="head" class="stack">
       <div class="row">
         <h2 id="list" tabindex="-1" data-t="messages"></h2>
@@ -3662,7 +3664,7 @@ async function go(change, scroll = false) {
   keep()
   if (data) drawCounts()
   await load()
-  if (scroll || change.pages) $("head").scrollIntoView()
+  if (scroll || change.pages) $("begin").scrollIntoView()
   $("list").focus({ preventScroll: true })
 }
 
@@ -3948,7 +3950,7 @@ async function copyPayload() {
   await copy(text)
 }
 
-async function copyCurl() {
+async function copyCommand() {
   const quote = text => `'${text.replaceAll("'", `'\\''`)}'`
   const small = one.tamanho < 100_000
   const text = small ? await wholeText() : null
@@ -4009,7 +4011,7 @@ async function update() {
 }
 
 function steady(change) { // what is above the list must not move it
-  const anchor = $("head")
+  const anchor = $("rows")
   const before = scrollY > 50 ? anchor.getBoundingClientRect().top : null
   change()
   if (before !== null) scrollBy(0, anchor.getBoundingClientRect().top - before)
@@ -4033,8 +4035,10 @@ async function news() {
   }
   const newest = shown.items[0]?.id ?? 0
   const n = page.items.filter(({ id }) => id > newest).length
-  $("news").hidden = false
-  $("news").textContent = n ? t("new ones", { n: n < PAGE ? n : `${n}+` }) : t("changed")
+  steady(() => {
+    $("news").hidden = false
+    $("news").textContent = n ? t("new ones", { n: n < PAGE ? n : `${n}+` }) : t("changed")
+  })
 }
 
 function aging() {
@@ -4077,8 +4081,9 @@ function listen() {
   on("older", () => go({ pages: [...view.pages, shown.more] }))
   on("news", () => go({ pages: view.pages }))
   on("leave", () => leave())
+  on("close", () => $("one").close())
   on("copy", copyPayload)
-  on("curl", copyCurl)
+  on("curl", copyCommand)
   on("download", download)
   on("copyurl", () => copy($("url").textContent))
   on("minute", listMinute)

@@ -6930,32 +6930,46 @@ class PageTest(QueueCase):
 
     def test_all_it_says_stands_in_both_languages(self):
         known = [line.split(" = ") for line in buffer.PAGE_WORDS.strip().splitlines()]
-        self.assertTrue(all(len(line) in (2, 3) and all(line) for line in known))
+        self.assertTrue(all(len(line) == 3 and all(line) for line in known))
         keys = {key for key, *_ in known}
         self.assertEqual(len(known), len(keys))
-        html, script = buffer.PAGE.split("<script>")
-        html = re.sub("(?s)<style>.*</style>|<title>.*?</title>", "", html)
-        said = {text.strip() for text in re.findall(">([^<]+)", html)} - {""}
-        script = script.replace(buffer.page_texts(), "")
-        said |= set(re.findall(r'\bt\("([^"]+)"\)', script))
+        for _, *texts in known:  # what is put in stands in both
+            holes = [sorted(re.findall(r"\{\w+\}", text)) for text in texts]
+            self.assertEqual(*holes, texts)
+        html = re.sub(r"(?s)<title>.*?</title>", "", buffer.PAGE_BODY)
+        bare = {text.strip() for text in re.findall(">([^<]+)", html)} - {""}
+        self.assertEqual({"buffer.py"}, bare)
+        said = set(re.findall(r'data-(?:t|label)="([^"]+)"', html))
+        said |= set(re.findall(r'\bt\("([^"]+)"', buffer.PAGE_SCRIPT))
         said |= {*buffer.STATUSES, "fluindo", "sondando", "parado", "bloqueado"}
-        for verb in ("reenviar", "processado", "erro", "apagar"):
-            said |= {f"do {verb}", f"then {verb}"}
-        self.assertGreater(len(said), 50)
-        self.assertEqual(set(), said - keys - {"buffer.py", "Token", "Status"})
-        told = {*re.findall('"([^"]+)"', script), "401", "404", "409", "429", "503"}
+        said |= {"limitado", "pausado", "hora", "dia", "semana"}
+        said |= {f"problem {kind}" for kind in buffer.Watch.KINDS}
+        for verb in ("reenviar", "processado", "erro", "apagar", "agora"):
+            said |= {f"do {verb}", f"then {verb}", f"was {verb}"}
+        self.assertGreater(len(said), 100)
+        self.assertEqual(set(), said - keys)
+        told = {*re.findall('"([a-z ]+)"', buffer.PAGE_SCRIPT)}
+        told |= {"401", "404", "409", "429", "503"}
+        told |= {key for key in keys if re.match("last |outcome |refused ", key)}
         self.send(b"x", "/webhook/path")
         self.settle(1, "erro", body=b"x")
         item = self.get("/fila/1").keys() - {"id", "payload", "headers", "status"}
         self.assertEqual(set(), item - keys)  # shown by their names
-        told |= item
-        told |= {"chave", "fonte", "evento", "reservado_ate", "disponivel_em"}
+        told |= {*item, "chave", "fonte", "evento", "reservado_ate", "disponivel_em"}
         self.assertEqual(set(), keys - said - told)
 
-    def test_it_stays_short_enough_to_be_read(self):
-        lines = buffer.PAGE.replace(buffer.page_texts(), "").splitlines()
-        self.assertLess(len(lines), 200)
-        self.assertLess(max(map(len, lines)), 150)
+    def test_its_source_can_be_read(self):
+        for text in (buffer.PAGE_STYLE, buffer.PAGE_BODY, buffer.PAGE_SCRIPT):
+            self.assertLessEqual(max(map(len, text.splitlines())), 100)
+        functions = re.findall(
+            r"(?ms)^(?:async )?function (\w+).*?^}$", buffer.PAGE_SCRIPT
+        )
+        self.assertGreater(len(functions), 80)
+        for found in re.finditer(
+            r"(?ms)^(?:async )?function .*?^}$", buffer.PAGE_SCRIPT
+        ):
+            self.assertLessEqual(found[0].count("\n"), 25, found[0])
+        self.assertEqual(1, buffer.PAGE_SCRIPT.count("fetch("))
 
     def test_its_numbers_are_for_consumers(self):
         self.open(WEBHOOK_TOKEN="one-that-may-only-send")
@@ -7055,6 +7069,8 @@ class BrowserTest(unittest.TestCase):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 url = message["params"]["request"]["url"]
+                if url.startswith(("data:image/png", f"blob:{self.url[:-7]}")):
+                    continue  # its icon, what it has given to the browser
                 self.assertTrue(url.startswith(self.url.removesuffix("painel")), url)
                 self.assertNotIn(TOKEN, url)
 
@@ -7128,6 +7144,44 @@ class BrowserTest(unittest.TestCase):
         )
         return self.browser.execute_script(script)
 
+    def tag(self):
+        return self.browser.execute_script("return document.activeElement.tagName")
+
+    def top(self, selector):
+        """Where it begins on the screen."""
+        script = (
+            "return document.querySelector(arguments[0]).getBoundingClientRect().top"
+        )
+        return self.browser.execute_script(script, selector)
+
+    def in_view(self, selector):
+        script = """
+            const box = document.querySelector(arguments[0]).getBoundingClientRect()
+            return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight"""
+        return self.browser.execute_script(script, selector)
+
+    def answer(self, path, javascript):
+        """From now on what begins with this path is answered by an expression; `real()`
+        is the answer of the service."""
+        script = """
+            const before = window.fetch
+            window.asked ??= []
+            window.fetch = (path, options) => {
+              const real = () => before(path, options)
+              const text = (status, body, kind = "text/plain") =>
+                new Response(body, { status, headers: { "Content-Type": kind } })
+              if (!`${path}`.startsWith(arguments[0])) return real()
+              window.asked.push(path)
+              return (async () => eval_)()
+            }""".replace("eval_", javascript)
+        self.browser.execute_script(script, path)
+
+    def ids(self):
+        script = (
+            "return [...document.querySelectorAll('#rows a')].map(a => +a.textContent)"
+        )
+        return self.browser.execute_script(script)
+
     def test_a_wrong_token_then_the_right_one_then_out(self):
         self.refused = (401,)
         self.send(b"{}")
@@ -7151,17 +7205,20 @@ class BrowserTest(unittest.TestCase):
             "return Object.values(sessionStorage).join('') + document.cookie"
         )
         self.assertEqual(("", "token"), (kept, self.focused()))
-        again = "return refresh().then(() => saved.refused)"  # asks for nothing
+        again = (
+            "return refresh().then(() => sessionStorage.refused)"  # asks for nothing
+        )
         self.assertEqual("", self.browser.execute_script(again))
 
     def test_a_webhook_shows_up_by_itself(self):
         self.log_in()
-        self.wait("#counts .pendente b", "^0$")
+        self.wait("#counts [value=pendente] b", "^0$")
         self.assertTrue(self.find("#none").is_displayed())
         self.send(b"{}", "/webhook/lojas")
         self.wait("#counts .pendente b", "^1$")
         self.wait("#rows", "lojas")
         self.assertIn("1 recebidas", self.find("svg").accessible_name)
+        self.assertFalse(self.find("#first").is_displayed())
 
     def test_a_payload_is_text_whatever_it_is(self):
         evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -7184,46 +7241,51 @@ class BrowserTest(unittest.TestCase):
             self.send(body, f"/webhook/{urllib.parse.quote(evil)}")
         self.fail_with(evil, 1)
         self.log_in()
-        self.wait("#rows tr:last-child", "<img src=x")
+        self.wait("#rows li:last-child", "<img src=x")
         for id_, expected in (
             (1, evil),
             (2, pretty),
-            (3, "ff fe 20 3c "),
-            (4, evil),
+            (3, "4 B, sem texto; os primeiros bytes:\nff fe 20 3c"),
+            (4, json.dumps(evil)),
         ):
-            self.click(f"#rows [value='{id_}']")
+            self.click(f"#rows a[href='#{id_}']")
             self.wait("#one[open] #title", f"Mensagem {id_}:")
             shown = self.find("#payload").get_attribute("textContent")
             self.assertEqual(expected, shown)
             self.click("#close")
         self.click("#counts .erro")
         self.wait("#why", "<img src=x")
-        self.assertEqual("buffer.py", self.browser.title)
+        self.assertRegex(self.browser.title, r"· buffer\.py$")
         self.assertEqual(
             [], self.browser.find_elements("css selector", "img, main script")
         )
 
     def test_conversations_and_delivery_are_said_in_words(self):
         talks = {"esperando": 1234, "mais_antiga": 300, "em_trabalho": 2}
-        target = {"destino": "FORWARD_URL", "em_voo": 3, "tentativas": {"ok": 5}}
+        target = {"destino": "FORWARD_URL", "em_voo": 3, "tentativas": {"nack": 5}}
         target |= {"estado": "bloqueado", "desde": None}
         for language, words in (
-            ("pt-BR", ("1.234 esperando", "a mais antiga: 5 min", "2 em trabalho")),
-            ("en-GB", ("1,234 waiting", "the oldest: 5 min", "2 in work")),
+            ("pt-BR", ("1.234 esperando, a mais antiga 5 min; 2 em trabalho",)),
+            ("en-GB", ("1,234 waiting, the oldest 5 min; 2 in work",)),
         ):
             self.speak(language)
             self.log_in()
-            self.wait("#facts", "WAL")
-            self.assertNotRegex(self.text("#facts"), "Conversa|Entrega|Delivery")
+            self.wait("#counts .zero b", "0")
+            self.assertFalse(self.find("#delivery").is_displayed())
             script = """
-                const shown = JSON.parse(await api("painel/dados"))
+                const shown = await ask("painel/dados")
                 show({...shown, conversas: arguments[0], entrega: [arguments[1]]})
-                return document.querySelector("#facts").innerText"""
+                document.querySelector("#machine").open = true
+                return document.querySelector("main").innerText"""
             facts = self.browser.execute_script(script, talks, target)
             for word in words:
                 self.assertIn(word, facts)
             state = "bloqueado pelo broker" if language == "pt-BR" else "blocked by"
+            nack = (
+                "recusada pelo broker: 5" if language == "pt-BR" else "refused by the"
+            )
             self.assertIn(state, facts)
+            self.assertIn(nack, facts)
 
     def test_replay_and_erase_one(self):
         for _ in range(2):
@@ -7236,13 +7298,13 @@ class BrowserTest(unittest.TestCase):
             ("apagar", "yes", {2: "erro"}),
         ):
             self.wait("#rows", "\\b1\\b")
-            self.click("#rows [value='1']")
+            self.click("#rows a[href='#1']")
             self.wait("#one[open] #title", "Mensagem 1:")
-            self.click(f"#buttons [value={verb}]")
-            self.wait("#what", "1 mensagem: 1")
-            self.click("#yes" if answer else "#ask button")
+            self.click(f"#verbs [value={verb}]")
+            self.wait("#question", "1 mensagem")
+            self.click("#yes" if answer else "#no")
             if answer:
-                self.wait("#news", "Reenviar|Apagar")
+                self.wait("#said span", r"1 mensagem \(1\)")
             else:
                 self.click("#close")
             self.wait(lambda: str(self.statuses()), f"^{re.escape(str(expected))}$")
@@ -7253,11 +7315,11 @@ class BrowserTest(unittest.TestCase):
         self.log_in()
         for verb, expected in (("erro", "erro"), ("processado", "processado")):
             self.wait("#rows", "1")
-            self.click("#rows [value='1']")
+            self.click("#rows a[href='#1']")
             self.wait("#one[open] #title", "Mensagem 1:")
-            self.click(f"#buttons [value={verb}]")
+            self.click(f"#verbs [value={verb}]")
             if verb == "erro":
-                self.find("#reason").send_keys("por fora")
+                self.find("#why_not").send_keys("por fora")
             self.click("#yes")
             self.wait(lambda: self.statuses()[1], expected)
             self.wait("#rows", expected)
@@ -7271,13 +7333,14 @@ class BrowserTest(unittest.TestCase):
         self.fail_with("other", 4)
         self.log_in()
         self.wait("#rows", "crédito")
-        self.click("#rows [value='2']")
+        self.click("#rows a[href='#2']")
         self.wait("#one[open] #title", "Mensagem 2:")
-        self.click("#buttons [value=all]")
-        self.wait("#what", "3 mensagens: sem crédito & <b>")
+        self.click("#verbs [value=all]")
+        self.wait("#question", "3 mensagens")
+        self.wait("#what", "sem crédito & <b>")
         self.fail_with("sem crédito & <b>", 5)  # after the person was told how many
         self.click("#yes")
-        self.wait("#news", "Reenviar: 3 mensagens")
+        self.wait("#said span", "3 mensagens de volta na fila")
         expected = {**dict.fromkeys((1, 2, 3), "pendente"), 4: "erro", 5: "erro"}
         self.assertEqual(expected, self.statuses())
 
@@ -7286,18 +7349,18 @@ class BrowserTest(unittest.TestCase):
         self.send(b"{}")
         self.log_in()
         self.wait("#rows", "pendente")
-        self.click("#rows [value='1']")
+        self.click("#rows a[href='#1']")
         self.wait("#one[open] #title", "pendente")
         self.service.call("POST", "/fila/pegar")
-        self.click("#buttons [value=processado]")
+        self.click("#verbs [value=processado]")
         self.click("#yes")
-        self.wait("#failed", "a mensagem mudou")
+        self.wait("#said span", "a mensagem mudou")
         self.wait("#title", "processando")
         self.service.call("DELETE", "/fila/1")
-        self.click("#buttons [value=apagar]")
+        self.click("#verbs [value=apagar]")
         self.wait("#what", "Um consumidor está com ela agora")
         self.click("#yes")
-        self.wait("#failed", "não existe mais")
+        self.wait("#said span", "não existe mais")
 
     def test_filter_search_and_pages(self):
         for number in range(60):
@@ -7313,13 +7376,15 @@ class BrowserTest(unittest.TestCase):
         ):
             if click:
                 self.click(click)
-            self.wait("#rows tr:first-child", f"n{first}\\b")
-            self.wait("#rows tr:last-child", f"n{last}\\b")
+            self.wait("#rows li:first-child", f"n{first}\\b")
+            self.wait("#rows li:last-child", f"n{last}\\b")
         self.assertFalse(self.find("#newer").is_enabled())
         self.click("#counts .erro")
-        self.wait("#rows tr:first-child", "n5\\b")
-        self.find("#find").send_keys("17\n")
-        self.wait("#rows tr:first-child", "n17\\b")
+        self.wait("#rows li:first-child", "n5\\b")
+        self.find("#find").send_keys("#17\n")
+        self.wait("#none", "Nenhuma")  # among those that have failed
+        self.click("#chips button")
+        self.wait("#rows li:first-child", "n17\\b")
         self.find("#find").send_keys("x\n")
         self.wait("#none", "Nenhuma mensagem")
 
@@ -7330,10 +7395,10 @@ class BrowserTest(unittest.TestCase):
         self.fail_with("x", 1)
         self.log_in()
         self.wait("#rows", "erro")
-        self.assertEqual("now", self.focused())
-        for _ in range(20):
+        self.assertEqual("verdict", self.focused())
+        for _ in range(40):
             self.keys(Keys.TAB)
-            if self.focused() == "1":
+            if self.focused() == "1" and self.tag() == "A":
                 break
         outline = "return getComputedStyle(document.activeElement).outlineStyle"
         self.assertNotEqual("none", self.browser.execute_script(outline))
@@ -7346,10 +7411,11 @@ class BrowserTest(unittest.TestCase):
         self.keys(Keys.TAB, Keys.TAB)
         self.assertEqual("reenviar", self.focused())
         self.keys(Keys.ENTER)
-        self.wait(self.focused, "Cancelar")
+        self.wait(self.focused, "^no$")
         self.keys(Keys.TAB, Keys.ENTER)
         self.wait("#rows", "pendente")
-        self.wait(self.focused, "list")
+        self.keys("/")
+        self.assertEqual("find", self.focused())
 
     def test_a_phone_and_english(self):
         self.send(b"{}", "/webhook/" + "long" * 99)
@@ -7362,9 +7428,10 @@ class BrowserTest(unittest.TestCase):
         self.wait("#why", "reason")
         over = "return document.documentElement.scrollWidth"
         self.assertEqual(390, self.browser.execute_script(over))
-        self.click("#rows [value='1']")
+        self.click("#rows a[href='#1']")
         self.wait("#one[open] #title", "Message 1: failed")
-        inside = "const one = document.querySelector('#one'); return one.scrollWidth - one.clientWidth"
+        inside = "const one = document.querySelector('#one')"
+        inside += "; return one.scrollWidth - one.clientWidth"
         self.assertEqual(0, self.browser.execute_script(inside))
         language = self.browser.execute_script("return document.documentElement.lang")
         self.assertEqual("en-GB", language)
@@ -7379,12 +7446,519 @@ class BrowserTest(unittest.TestCase):
         self.browser.execute_cdp_cmd("Network.enable", {})
         self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
         self.look_again()
-        self.wait("#trouble", "Sem conexão")
+        self.wait("#link span", "sem conexão")
         offline["offline"] = False
         self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
         self.look_again()
-        self.wait("#trouble", "^$")
+        self.wait("#link span", "^$")
         self.browser.get_log("browser")
+
+    def test_what_is_wrong_is_seen_first_on_a_phone(self):
+        self.width(390)
+        self.log_in()
+        self.wait("#verdict", "Tudo em ordem")
+        self.assertRegex(self.browser.title, r"^[^(]+ · buffer\.py$")
+        well = self.find("#icon").get_property("href")
+        self.send(b"{}")
+        self.fail_with("HTTP 422", 1)
+        self.look_again()
+        self.wait("#problems", "1 mensagens falharam.*desde .*Mostrar")
+        self.wait("#verdict", "^1 problema$")
+        self.assertTrue(self.in_view("#state") and self.in_view("#problems button"))
+        self.assertRegex(self.browser.title, r"^\(1\) ")
+        self.assertNotEqual(well, self.find("#icon").get_property("href"))
+        self.click("#problems button")
+        self.wait("#rows", "HTTP 422")
+        self.wait("#why", "HTTP 422")
+
+    def test_a_target_in_trouble_with_what_is_known_of_it(self):
+        """Against what GET /painel/dados says of a target."""
+        self.width(390)
+        self.log_in()
+        self.wait("#verdict", "Tudo")
+        target = {"destino": "FORWARD_URL", "endereco": "n8n:5678", "estado": "parado"}
+        target |= {
+            "desde": 1980,
+            "problema": True,
+            "em_voo": 0,
+            "tentativas": {"4xx": 207},
+        }
+        target |= {"ultimo_sucesso": 2100, "ultimo_erro": "HTTP 404: inactive"}
+        target |= {"ultimo_erro_ha": 12, "tentativas_5min": 22, "falhas_5min": 22}
+        target |= {"esperando": 120, "mais_antiga": 1990, "proxima": 18}
+        problem = {"tipo": "destino", "texto": "x", "desde": 1980, "numeros": {}}
+        problem |= {"destino": "FORWARD_URL"}
+        facts = json.dumps({"entrega": [target], "problemas": [problem]})
+        self.answer(
+            "painel/dados",
+            f"text(200, JSON.stringify({{...await (await real()).json(), ...{facts}}}))",
+        )
+        self.answer("entrega/", """text(200, '{"status":"ok"}')""")
+        self.look_again()
+        said = "n8n:5678 não recebe mensagens: HTTP 404: inactive. 120 esperam,"
+        self.wait("#problems", f"{said} próxima tentativa: 18 s.*33 min")
+        for words in ("com problema, esperando, 33 min", "22 tentativas, 22 falhas"):
+            self.assertIn(words, self.text("#targets"))
+        self.assertIn("último sucesso há 35 min", self.text("#targets"))
+        for button in ("#problems button", "#targets [value^=pausar]"):
+            self.click(button)
+            self.wait("#said span", "FORWARD_URL avisado")
+            self.click("#said button")
+        asked = self.browser.execute_script("return asked.filter(p => /^e/.test(p))")
+        verbs = [f"entrega/{verb}?destino=FORWARD_URL" for verb in ("tentar", "pausar")]
+        self.assertEqual(verbs, asked)
+
+    def test_what_happened_is_said_in_view_until_it_is_dismissed(self):
+        for _ in range(40):
+            self.send(b"{}")
+        self.fail_with("broken", *range(1, 31))
+        self.width(390)
+        self.log_in()
+        self.wait("#counts .erro b", "30")
+        self.click("#counts .erro")
+        self.wait("#why", "30")
+        self.answer("fila/reenviar", """text(503, "tente de novo mais tarde")""")
+        self.browser.execute_script("scrollTo(0, 900)")
+        self.click("#sets [value=reenviar]")
+        self.wait("#question", "30 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "Feitas: 0 de 30. Depois: o serviço está com problemas")
+        self.assertTrue(self.in_view("#said"))
+        self.look_again()
+        time.sleep(0.5)
+        self.assertTrue(self.in_view("#said"))
+        self.click("#said button")
+        self.assertFalse(self.find("#said").is_displayed())
+        self.click("#rows a")
+        self.wait("#one[open] #title", "Mensagem")
+        self.answer("fila/30", """text(409, "mensagem já está em processado")""")
+        self.click("#verbs [value=processado]")
+        self.click("#yes")
+        self.wait(
+            "#one #said span", "a mensagem mudou"
+        )  # above the dialog, not behind it
+        self.assertTrue(self.in_view("#said"))
+
+    def test_an_answer_that_never_comes_does_not_end_the_refreshing(self):
+        self.log_in()
+        self.wait("#counts .zero b", "0")
+        self.browser.execute_script(
+            "Object.assign(LIMITS, {patience: 300, every: 200})"
+        )
+        self.answer(
+            "painel/dados",
+            "asked.length > 3 ? real() : new Promise((_, no) => "
+            "options.signal.addEventListener('abort', () => no(options.signal.reason)))",
+        )
+        self.wait(
+            "#link span", "Números velhos, tentando de novo: sem resposta a tempo"
+        )
+        self.send(b"{}")
+        self.wait("#counts .pendente b", "1")
+        self.wait("#link span", "^$")
+
+    def test_old_numbers_are_pale_and_say_of_when_they_are(self):
+        self.log_in()
+        self.wait("#asof", r"às \d\d:\d\d:\d\d")
+        stale = "return document.body.classList.contains('stale')"
+        self.assertFalse(self.browser.execute_script(stale))
+        self.answer("painel/dados", "new Promise(() => {})")
+        self.browser.execute_script("LIMITS.stale = 100")
+        self.wait(lambda: str(self.browser.execute_script(stale)), "True")
+
+    def test_waiting_shows_at_once_and_nothing_is_asked_twice(self):
+        self.send(b"{}")
+        self.fail_with("x", 1)
+        self.log_in()
+        self.wait("#rows", "erro")
+        slow = "(await new Promise(done => setTimeout(done, 700)), real())"
+        self.answer("fila", slow)
+        self.click("#counts .erro")
+        busy = "return document.body.classList.contains('busy')"
+        self.assertTrue(self.browser.execute_script(busy))
+        self.click("#counts .erro")
+        self.click("#counts [value=processado]")  # reasons of what was asked before
+        self.wait(lambda: str(self.browser.execute_script(busy)), "False")
+        self.wait("#none", "Nenhuma")
+        self.assertEqual("", self.text("#why"))
+        asked = self.browser.execute_script(
+            "return asked.filter(p => /status=erro/.test(p))"
+        )
+        self.assertEqual(1, len(asked), asked)
+
+    def test_what_stands_in_front_is_told_in_words(self):
+        self.log_in()
+        self.wait("#counts .zero b", "0")
+        page = "<html>nginx</html>"
+        for answer, words in (
+            (
+                f"text(502, '{page}', 'text/html')",
+                "algo na frente do buffer.py responde 502",
+            ),
+            (f"text(404, '{page}', 'text/html')", "responde 404"),
+            (f"text(200, '{page}', 'text/html')", "quem responde não é o buffer.py"),
+            ("""text(503, "x")""", r"o serviço está com problemas \(503\)"),
+        ):
+            self.answer("painel/dados", answer)
+            self.look_again()
+            self.wait("#link span", words)
+
+    def test_nothing_moves_under_the_finger(self):
+        for _ in range(40):
+            self.send(b"{}")
+        self.width(390)
+        self.log_in()
+        self.wait("#rows", "40")
+        self.browser.execute_script(
+            "document.querySelector('#rows li:nth-child(9)')"
+            ".scrollIntoView({block: 'center'})"
+        )
+        before = self.top("#rows li:nth-child(9)")
+        for _ in range(3):
+            self.send(b"{}")
+        self.fail_with("x", 1)  # a problem more, on top
+        self.look_again()
+        self.wait("#news", "3 novas")
+        self.assertEqual("1 problema", self.text("#verdict"))
+        self.assertAlmostEqual(before, self.top("#rows li:nth-child(9)"), delta=1)
+        self.assertTrue(self.in_view("#news"))
+        self.click("#news")
+        self.wait(lambda: str(self.ids()[0]), "43")
+        self.assertTrue(self.in_view("#rows li:first-child"))
+
+    def test_a_customer_is_found_by_number_name_or_text(self):
+        for n in range(60):
+            body = {"jid": f"55119876500{n:02}@s.whatsapp.net", "nome": f"Zoé {n}"}
+            self.send(json.dumps(body).encode(), "/webhook/loja/upsert")
+        self.log_in()
+        self.wait("#rows", "60")
+        for text, expected in (
+            ("+55 (11) 98765-0007", [8]),
+            ("zoé 41", [42]),
+            ("#2", [2, 53, 43, 33, *range(30, 20, -1), 13, 3]),
+            ("nobody", []),
+        ):
+            self.find("#find").clear()
+            self.find("#find").send_keys(f"{text}\n")
+            if expected:
+                self.wait(lambda: str(self.ids()[:1]), re.escape(str(expected[:1])))
+                self.assertEqual(expected, self.ids())
+            else:
+                self.wait("#none", "Nenhuma")
+
+    def test_a_search_goes_on_in_slices_and_pages(self):
+        for n in range(40):
+            self.send(b'"needle"')
+        self.log_in()
+        self.wait("#rows", "40")
+        self.answer("fila?busca", "real()")
+        self.answer(
+            "fila?",
+            "/busca=/.test(path) && !/ate=/.test(path) ? "
+            """text(200, '{"mensagens":[],"ate":33}') : real()""",
+        )
+        self.find("#find").send_keys("needle\n")
+        self.wait(lambda: str(self.ids()), r"^\[33, .*, 9\]$")
+        self.click("#older")
+        self.wait(lambda: str(self.ids()), r"^\[8, .*, 1\]$")
+        self.click("#newer")
+        self.wait(lambda: str(self.ids()), r"^\[33, .*, 9\]$")
+
+    def test_a_reason_is_opened_then_all_of_it_replayed(self):
+        for _ in range(9):
+            self.send(b"{}")
+        for id_ in range(1, 6):
+            self.fail_with(f"pedido {7000 + id_} não existe", id_)
+        for number, id_ in enumerate(range(6, 10)):
+            self.fail_with("abcd"[number], id_)
+        self.log_in()
+        self.wait("#counts .erro b", "9")
+        self.click("#counts .erro")
+        self.wait("#why li:first-child", r"5\s+pedido 700\d não existe \(\+4\)")
+        self.click("#why .text")
+        self.wait(lambda: str(self.ids()), re.escape("[5, 4, 3, 2, 1]"))
+        self.assertTrue(self.in_view("#rows li:first-child"))
+        self.click("#sets [value=reenviar]")
+        self.wait("#question", "5 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "5 mensagens de volta na fila")
+        self.assertEqual(4, list(self.statuses().values()).count("erro"))
+
+    def test_reasons_are_five_rows_then_more(self):
+        for id_ in range(1, 9):
+            self.send(b"{}")
+            self.fail_with("abcdefgh"[id_ - 1], id_)
+        self.width(390)
+        self.log_in()
+        self.wait("#counts .erro b", "8")
+        self.click("#counts .erro")
+        self.wait("#morewhy", "mais 3")
+        rows = "return document.querySelectorAll('#why li').length"
+        self.assertEqual(5, self.browser.execute_script(rows))
+        self.click("#morewhy")
+        self.assertEqual(8, self.browser.execute_script(rows))
+
+    def test_sets_of_a_source_and_rows_that_were_chosen(self):
+        for id_, source in enumerate("aabbb", 1):
+            self.send(b"{}", f"/webhook/{source}")
+            self.fail_with("x", id_)
+        self.log_in()
+        self.wait("#counts .erro b", "5")
+        self.click("#counts .erro")
+        self.wait(lambda: str(self.ids()), re.escape("[5, 4, 3, 2, 1]"))
+        self.click("#rows [value='2']")
+        self.click("#rows [value='4']")
+        self.wait("#sets", "2 escolhidas")
+        self.click("#sets [value=apagar]")
+        self.wait("#question", "Apagar: 2 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "2 mensagens apagadas")
+        self.wait(lambda: str(self.ids()), re.escape("[5, 3, 1]"))
+        self.click("#all")
+        self.click("#sets [value=processado]")
+        self.click("#yes")
+        self.wait("#said span", "3 mensagens marcadas como processadas")
+        self.assertEqual({"processado"}, set(self.statuses().values()))
+
+    def test_delayed_ones_are_told_apart_and_come_now(self):
+        for _ in range(3):
+            self.send(b"{}")
+        self.service.call("POST", "/fila/pegar?limite=2")
+        for id_ in (1, 2):
+            self.service.call("POST", f"/fila/{id_}/devolver?em=5000")
+        self.log_in()
+        self.wait("#others", "adiadas: 2")
+        self.wait("#rows li:nth-child(2)", "pendente até")
+        self.click("#others button:last-child")
+        self.wait(lambda: str(self.ids()), re.escape("[2, 1]"))
+        self.click("#sets [value=agora]")
+        self.wait("#question", "Entregar agora: 2 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "2 mensagens adiantadas")
+        self.wait("#others", "^todas: 3$")
+
+    def test_a_message_has_an_address_and_the_filter_outlives_a_reload(self):
+        for n in range(3):
+            self.send(b'{"n":%d}' % n)
+        self.fail_with("x", 2)
+        self.log_in()
+        self.wait("#counts .erro b", "1")
+        self.click("#counts .erro")
+        self.wait(lambda: str(self.ids()), re.escape("[2]"))
+        self.browser.refresh()
+        self.wait(lambda: str(self.ids()), re.escape("[2]"))
+        self.browser.get(f"{self.url}#3")
+        self.browser.refresh()
+        self.wait("#one[open] #title", "Mensagem 3: pendente")
+        self.wait("#payload", '"n": 2')
+        self.service.call("POST", "/fila/3/erro", b"why it failed")
+        self.look_again()  # what is open is live
+        self.wait("#title", "Mensagem 3: erro")
+        self.wait("#one #reason", "why it failed")
+        self.click("#close")
+        self.assertNotIn("#3", self.browser.current_url)
+
+    def test_copy_as_curl_and_download(self):
+        body = b'{"a":"it\'s"}'
+        self.send(body, "/webhook/loja/upsert")
+        self.log_in()
+        self.wait("#rows", "loja")
+        folder = str(self.service.folder)
+        values = {"behavior": "allow", "downloadPath": folder}
+        self.browser.execute_cdp_cmd("Browser.setDownloadBehavior", values)
+        grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+        self.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+        self.click("#rows a")
+        self.wait("#payload", "it's")
+        read = "return navigator.clipboard.readText()"
+        for button, word in (("#copy", body.decode()), ("#curl", "--data-binary")):
+            self.click(button)
+            self.wait("#said span", "Copiado")
+            self.assertIn(word, self.browser.execute_script(read))
+            self.click("#said button")
+        told = self.browser.execute_script(read)
+        self.assertIn("/webhook/loja/upsert'", told)
+        self.assertNotIn(TOKEN, told)
+        told = told.replace("$TOKEN", TOKEN)
+        subprocess.run(["bash", "-c", told], check=True, capture_output=True)
+        sent = json.loads(self.service.call("GET", "/fila/2")[2])
+        self.assertEqual(
+            ({"a": "it's"}, "loja/upsert"), (sent["payload"], sent["caminho"])
+        )
+        self.click("#download")
+        file = pathlib.Path(folder, "mensagem-1")
+        self.wait(lambda: file.read_bytes().decode() if file.exists() else "", "it's")
+        self.assertEqual(body, file.read_bytes())
+
+    def test_media_say_what_they_are(self):
+        picture = "/9j/" + "A" * 300_000
+        self.send(
+            json.dumps({"b": picture, "c": "\u202ex"}, ensure_ascii=False).encode()
+        )
+        self.send(b"\xff" * 5_000_000)
+        self.log_in()
+        self.wait("#rows", "1")
+        self.click("#rows a[href='#1']")
+        self.wait("#payload", r"300.004 caracteres, JPEG, não mostrados")
+        shown = self.find("#payload").get_attribute("textContent")
+        self.assertLess(len(shown), 500)
+        self.assertIn("\\u202ex", shown)  # it does not turn the line round
+        self.click("#close")
+        self.click("#rows a[href='#2']")
+        self.wait("#payload", "(?s)sem texto.*ff ff.*baixe")
+
+    def test_the_chart_says_its_values_and_lists_a_minute(self):
+        for _ in range(3):
+            self.send(b"{}")
+        self.fail_with("x", 1)
+        self.log_in()
+        self.wait("#sums", "■ 3 recebidas — 0 processadas ■ 1 erros")
+        self.browser.execute_script("touch(59)")
+        self.wait("#sums", r"\d\d:\d\d · ■ 3 recebidas")
+        self.click("#minute")
+        self.wait("#chips", r"\d\d:\d\d")
+        self.wait(lambda: str(self.ids()), re.escape("[3, 2, 1]"))
+        self.browser.execute_script("touch(5)")
+        from selenium.webdriver.common.keys import Keys
+
+        self.find("#at").send_keys(Keys.ENTER)
+        self.wait("#none", "Nenhuma")
+        for name in ("dia", "semana"):
+            self.click(f"#periods [value={name}]")
+            self.wait("#periods [aria-pressed=true]", name.capitalize())
+            self.wait("#sums", "■ 3 recebidas")
+
+    def test_rates_and_when_the_queue_will_be_empty(self):
+        self.log_in()
+        self.wait("#counts .zero b", "0")
+        minutes = [[0, 10, 20, 2]] * 60
+        waiting = [{"fonte": None, "status": "pendente", "quantidade": 240}]
+        for facts, words in (
+            ({}, r"10/min entram, 22/min saem · vazia em 20 min · a mais .* há 7 min"),
+            (
+                {"por_minuto": [[0, 30, 3, 0]] * 60},
+                r"30/min entram, 3/min saem · cresce 27",
+            ),
+        ):
+            values = {"por_minuto": minutes, "mensagens": waiting, "nao_resolvida": 420}
+            values = json.dumps({**values, **facts})
+            script = f"show({{...await ask('painel/dados'), ...{values}}})"
+            self.browser.execute_script(script)
+            self.assertRegex(self.text("#flow"), words)
+
+    def test_a_new_installation_shows_the_url_for_senders(self):
+        self.log_in()
+        self.wait("#first", "Dê esta URL aos seus remetentes")
+        url = f"{self.url.removesuffix('painel')}webhook?token=SEU_TOKEN"
+        self.assertEqual(url, self.text("#url"))
+        command = self.text("#tryit").replace("SEU_TOKEN", TOKEN)
+        subprocess.run(["bash", "-c", command], check=True, capture_output=True)
+        self.look_again()
+        self.wait("#rows", "1")
+        self.assertFalse(self.find("#first").is_displayed())
+
+    def test_the_token_is_kept_on_the_device_when_that_is_asked(self):
+        self.browser.get(self.url)
+        self.browser.execute_script("localStorage.clear(); sessionStorage.clear()")
+        self.browser.get(self.url)
+        self.click("#remember")
+        self.find("#token").send_keys(f"{TOKEN}\n")
+        self.wait("#counts .zero b", "0")
+        self.browser.execute_script("sessionStorage.clear()")  # as in a new tab
+        self.browser.refresh()
+        self.wait("#counts .zero b", "0")
+        self.click("#leave")
+        self.wait("#login", "Token")
+        self.assertFalse(self.browser.execute_script("return localStorage.length"))
+
+    def test_it_fits_from_320_pixels_up_and_at_400_percent(self):
+        for n in range(3):
+            self.send(b"{}", f"/webhook/{'long' * 30}{n}")
+        self.fail_with("reason" * 50, 1, 2)
+        over = "return document.documentElement.scrollWidth - innerWidth"
+        for width in (320, 390, 768, 1280, 1920):  # 1280 at 400 % are 320
+            self.width(width)
+            self.log_in()
+            self.wait("#counts .erro b", "2")
+            self.click("#counts .erro")
+            self.wait("#why", "reason")
+            self.assertLessEqual(self.browser.execute_script(over), 0, width)
+            self.click("#rows a")
+            self.wait("#one[open] #title", "Mensagem")
+            self.assertLessEqual(self.browser.execute_script(over), 0, width)
+
+    def test_axe_finds_nothing(self):
+        """axe-core, where AXE_CORE names its axe.min.js (npm pack axe-core)."""
+        path = os.environ.get("AXE_CORE")
+        if not path:
+            self.skipTest("AXE_CORE is not set")
+        axe = pathlib.Path(path).read_text()
+        check = """
+            const all = await axe.run({ rules: arguments[0] })
+            return all.violations.map(({id, nodes}) => [id, nodes.map(n => n.html)])"""
+        for n in range(9):
+            self.send(b"{}")
+            self.fail_with(f"reason {'abcdefghi'[n]}", n + 1)
+        for dark, width in ((False, 1280), (True, 390)):
+            feature = {
+                "name": "prefers-color-scheme",
+                "value": "dark" if dark else "light",
+            }
+            self.browser.execute_cdp_cmd(
+                "Emulation.setEmulatedMedia", {"features": [feature]}
+            )
+            self.width(width)
+            # false in the dark: axe takes the canvas for white
+            rules = {"color-contrast": {"enabled": not dark}}
+            self.browser.get(self.url)
+            self.browser.execute_script(axe)
+            self.assertEqual([], self.browser.execute_script(check, rules), "login")
+            self.log_in()
+            self.wait("#counts .erro b", "9")
+            self.browser.execute_script(axe)
+            for state, step in (
+                ("list", lambda: None),
+                ("erro", lambda: self.click("#counts .erro")),
+                ("chosen", lambda: self.click("#rows [type=checkbox]")),
+                ("bar", lambda: self.browser.execute_script("say('said', 'x', 'bad')")),
+                ("message", lambda: self.click("#rows a")),
+                ("confirm", lambda: self.click("#verbs [value=apagar]")),
+            ):
+                step()
+                time.sleep(0.5)
+                self.assertEqual([], self.browser.execute_script(check, rules), state)
+            self.browser.refresh()
+
+    @long
+    def test_many_messages_and_reasons(self):
+        self.service.stop()
+        fill(self.service.db, 200_000)
+        with contextlib.closing(sqlite3.connect(self.service.db)) as db, db:
+            db.execute(
+                "UPDATE fila SET status = 'erro', settled_at = datetime('now'), reason ="
+                " 'reason ' || char(97 + id % 26, 97 + id / 26 % 26, 97 + id / 676 % 5)"
+                " WHERE id % 20 = 0"
+            )
+            db.execute("UPDATE fila SET payload = 'Dona Lurdes' WHERE id = 7")
+        self.service.start()
+        self.url = f"http://127.0.0.1:{self.service.port}/painel"
+        self.width(390)
+        self.log_in()
+        self.wait("#counts .erro b", "10.000")
+        began = time.monotonic()
+        self.click("#counts .erro")
+        self.wait("#morewhy", "mais")
+        self.assertLess(time.monotonic() - began, 2)
+        self.assertLess(
+            self.browser.execute_script(
+                "return document.querySelector('#rows').offsetTop"
+            ),
+            1500,
+        )
+        self.click("#chips button")
+        self.find("#find").send_keys("dona lurdes\n")
+        self.wait("#progress", "de #")
+        self.wait(lambda: str(self.ids()), re.escape("[7]"), seconds=60)
 
 
 # The server
