@@ -2892,6 +2892,7 @@ button, input, select, textarea {
 button, a, summary, .message, [type=checkbox] { cursor: pointer }
 button:hover, [aria-pressed=true] { border-color: CanvasText; box-shadow: 0 0 0 1px CanvasText }
 button[aria-busy=true] { opacity: .6; cursor: progress }
+button:disabled { color: var(--soft); border-color: var(--line); cursor: default }
 .small { min-height: 2rem; padding: .125rem .625rem; font-size: .9375rem }
 .main { background: CanvasText; color: Canvas }
 .main.apagar { background: var(--red); color: Canvas; border-color: var(--red) }
@@ -2990,7 +2991,7 @@ pre {
   border-left: 2px solid var(--line);
   padding-left: .75rem;
 }
-dd, #what, #whatfor { white-space: pre-wrap }
+dd, #what { white-space: pre-wrap }
 code { font-size: .9375rem }
 textarea { width: 100%; min-height: 4rem }
 
@@ -3028,6 +3029,7 @@ textarea { width: 100%; min-height: 4rem }
   .reason { grid-template-columns: 3rem 1fr auto; gap: .5rem }
 }
 @media (max-width: 22rem) { #counts { grid-template-columns: 1fr 1fr } }
+@media (pointer: coarse) { button, input, select { min-height: 2.75rem } }
 """
 
 PAGE_BODY = r"""
@@ -3118,7 +3120,7 @@ PAGE_BODY = r"""
     <ul id="rows" aria-labelledby="list"></ul>
     <p id="none" data-t="none" hidden></p>
     <p id="progress" role="status"></p>
-    <div class="row"><button id="newer" data-t="newer"></button>
+    <div id="pager" class="row"><button id="newer" data-t="newer"></button>
       <button id="older" data-t="older"></button></div>
   </section>
 </div>
@@ -3158,6 +3160,7 @@ PAGE_SCRIPT = r"""
 const lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
 const TEXTS = WORDS[lang.slice(0, 2).toLowerCase()]
 const PAGE = 25 // messages
+const REASONS = 200 // of which the service tells at most
 const WHOLE = 4 * 2 ** 20 // bytes up to which a payload is shown as a whole
 const LIMITS = { patience: 15000, every: 5000, stale: 15000 } // milliseconds
 const VERBS = { // what can be done to a message, and to all of a status
@@ -3622,6 +3625,7 @@ function draw(page) {
   $("none").hidden = page.items.length > 0
   $("newer").disabled = !view.pages.length
   $("older").disabled = !page.more
+  $("pager").hidden = !view.pages.length && !page.more
   $("allbox").hidden = !page.items.length
   $("all").checked = false
   drawSets()
@@ -3649,9 +3653,10 @@ function message(item) {
 }
 
 function about({ chave, evento, payload, codificacao }) { // whom or what it is about
-  const text = typeof payload === "string" ? payload : JSON.stringify(payload)
-  const parts = [chave, evento, codificacao ? "" : text.slice(0, 200)]
-  return visible(parts.filter(Boolean).join(" · "))
+  const leaves = value => value === null || typeof value !== "object" ? [`${value}`]
+    : Object.values(value).flatMap(leaves)
+  const parts = [chave, evento, ...codificacao ? [] : leaves(payload)]
+  return visible(parts.filter(Boolean).join(" · ").slice(0, 300))
 }
 
 async function go(change, scroll = false) {
@@ -3664,7 +3669,8 @@ async function go(change, scroll = false) {
   keep()
   if (data) drawCounts()
   await load()
-  if (scroll || change.pages) $("begin").scrollIntoView()
+  const top = scroll && change.status && !$("failed").hidden ? "failed" : "begin"
+  if (scroll || change.pages) $(top).scrollIntoView()
   $("list").focus({ preventScroll: true })
 }
 
@@ -3762,9 +3768,9 @@ async function actAll(verb, where) { // what a filter lets through by now, 5,000
 }
 
 async function act(verb, item) { // to one message
-  const about_ = [item.id, item.fonte, item.chave ?? item.evento].filter(Boolean).join(" · ")
+  const what = [item.id, item.fonte, about(item).slice(0, 80)].filter(Boolean).join(" · ")
   const more = item.status === "processando" ? `\n${t("leased")}` : ""
-  const reason = await confirm_(verb, 1, about_ + more)
+  const reason = await confirm_(verb, 1, what + more)
   if (reason === null) return
   const [path, method] = request(verb, item.id)
   const fence = verb === "apagar" ? "" : `?${query({ tentativa: `${item.tentativa}`,
@@ -3813,7 +3819,8 @@ function drawReasons(reasons, few = 5) {
   put("why", ...reasons.slice(0, few).map(reason))
   const rest = reasons.length - few
   $("morewhy").hidden = rest <= 0
-  $("morewhy").textContent = t("more reasons", { n: number(rest) })
+  const most = reasons.length === REASONS ? "+" : ""
+  $("morewhy").textContent = t("more reasons", { n: number(rest) + most })
   $("morewhy").onclick = () => drawReasons(reasons, reasons.length)
 }
 
@@ -4953,7 +4960,7 @@ class App:
     LONGEST_WAIT = 60  # seconds
     MANY = 5000  # messages that one verdict by filter takes
     COUNTED = 100_000  # messages that are counted
-    SEARCH = 0.02  # seconds of one slice of a search, for which senders wait
+    SEARCH = 0.005  # seconds of one slice of a search, for which senders wait
     EVERY = 0.1  # seconds
 
     def __init__(self, settings, store, wall=time.time):
