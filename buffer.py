@@ -684,6 +684,7 @@ NEW_COLUMNS = {
     "query": "TEXT",  # a JSON object, without the token
     "headers": "TEXT",  # a JSON object, without credentials
     "reason": "TEXT",  # erro: why
+    "tries": "TEXT",  # lines: second, what, who has it now or why it ended; see TOLD
 }
 
 # An event id is unique in fila. Here stand, oldest first, those that outlive their message.
@@ -1090,6 +1091,10 @@ SELECT 1
  WHERE source = coalesce(:source, '')
    AND event_id = :event_id"""
 
+# Appends a line to what became of a message, and keeps about the last ten attempts.
+TOLD_LENGTH = 1200
+TOLD = f"tries = substr(coalesce(tries, '') || :told, -{TOLD_LENGTH})"
+
 LEASES_OVER = """
 SELECT id, size
   FROM fila INDEXED BY fila_lease
@@ -1098,9 +1103,10 @@ SELECT id, size
  ORDER BY lease_until
  LIMIT :limit"""
 
-LEASE_ENDED = """
+LEASE_ENDED = f"""
 UPDATE fila NOT INDEXED
-   SET status = iif(attempts < :most, 'pendente', 'erro'),
+   SET {TOLD},
+       status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
        reason = iif(attempts < :most, reason,
                     coalesce(reason, 'prazo esgotado na última tentativa')),
@@ -1146,7 +1152,8 @@ ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event
 
 PEGAR = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'processando',
+   SET {TOLD},
+       status = 'processando',
        locked_at = :now,
        lease_until = :until,
        attempts = attempts + 1,
@@ -1162,7 +1169,8 @@ CHOSEN = """
 
 PROCESSADO = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'processado',
+   SET {TOLD},
+       status = 'processado',
        settled_at = :now,
        lease_until = NULL,
        available_at = NULL,
@@ -1172,7 +1180,8 @@ RETURNING id, status"""
 
 ERRO = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'erro',
+   SET {TOLD},
+       status = 'erro',
        settled_at = :now,
        lease_until = NULL,
        available_at = NULL,
@@ -1184,7 +1193,8 @@ RETURNING id, status, reason"""
 # An attempt that is `spared` was none: what it was to reach could not be reached.
 DEVOLVER = f"""
 UPDATE fila NOT INDEXED
-   SET status = iif(attempts < :most, 'pendente', 'erro'),
+   SET {TOLD},
+       status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
        available_at = iif(attempts < :most AND coalesce(:delay, 1) > 0, datetime(
            :epoch + coalesce(:delay,
@@ -1224,7 +1234,8 @@ RETURNING id, status"""
 
 REENVIAR = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'pendente',
+   SET {TOLD},
+       status = 'pendente',
        attempts = 0,
        lost = 0,
        settled_at = NULL,
@@ -1381,7 +1392,7 @@ SELECT reason, count(*) AS count, max(id) AS until
 MOTIVO = MOTIVOS.replace("GROUP", "  AND reason IS nullif(:reason, '')\n GROUP")
 
 LOOK = f"""
-SELECT {ITEM}, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
+SELECT {ITEM}, tries, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
        lease_until, available_at, settled_at
   FROM fila
  WHERE id = :id"""
@@ -1935,9 +1946,14 @@ class Store:
     def _lease(self, ids, lease, now, claim):
         until = utc(math.ceil(self.clock() + lease))
         values = {"ids": json.dumps(ids), "now": now, "until": until, "claim": claim}
+        values["told"] = self._line("pegar")
         rows = self._run(PEGAR, **values)
         self._log += [("entregues", "")] * len(rows)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
+
+    def _line(self, what, text=None):
+        text = " ".join((text or "").split())[:80]
+        return f"{int(self._at)} {what} {text}\n"
 
     def group(self):
         """Makes the file ready for conversations."""
@@ -1968,6 +1984,7 @@ class Store:
         with self.transaction() as now:
             rows = self._run(LEASES_OVER, now=now, limit=self.BITE[0])
             values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
+            values["told"] = self._line("prazo")
             ended = self._run(LEASE_ENDED, now=now, **values)
             self._log += [("vencidas", "")] * len(ended)
             self._count_used_up(row["status"] for row in ended)
@@ -2054,6 +2071,7 @@ class Store:
         """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
             values.update(ids=json.dumps(ids), attempt=attempt, now=now)
+            values["told"] = self._line(verdict, values.get("reason"))
             changed = self._run(sql, **values)
             self._log += [("resolvidas", verdict)] * len(changed)
             self._count_dead(changed)
@@ -2749,7 +2767,9 @@ close = Close = Fechar
 payload = Payload = Conteúdo
 headers = Headers and query = Cabeçalhos e query
 tries = Attempts = Tentativas
-try = {time}, {who}: {end}, {lasted} = {time}, {who}: {end}, {lasted}
+devolver = given back = devolvida
+prazo = lease ended = prazo esgotado
+reenviar = replayed = reenviada
 copy = Copy = Copiar
 copy curl = Copy as curl = Copiar como curl
 download = Download = Baixar
@@ -2992,6 +3012,7 @@ pre {
   padding-left: .75rem;
 }
 dd, #what { white-space: pre-wrap }
+#tries { padding-left: 1.5rem; font-size: .9375rem }
 code { font-size: .9375rem }
 textarea { width: 100%; min-height: 4rem }
 
@@ -3870,9 +3891,10 @@ function drawOne(item) {
 
 function drawTries(tries) {
   $("tried").hidden = !tries.length
-  put("tries", ...tries.map(({ em, por, fim, durou }) => make("li", {}, visible(t("try", {
-    time: clock(em), who: por, end: TEXTS[fim] ?? outcome(fim ?? "–"), lasted: lasted(durou),
-  })))))
+  put("tries", ...tries.map(({ em, por, fim, durou, motivo }) => {
+    const parts = [clock(em), por, t(fim ?? "processando"), durou == null ? "" : lasted(durou)]
+    return make("li", {}, visible([...parts, motivo].filter(Boolean).join(" · ")))
+  }))
 }
 
 async function drawPayload({ id, tamanho, payload, codificacao }) {
@@ -4875,6 +4897,24 @@ def conversation_json(source, key, rows, shown):
     )
 
 
+def history_json(tries):
+    """The last ten attempts of a message, as it was written down (see TOLD)."""
+    found, began = [], 0
+    if len(tries or "") >= TOLD_LENGTH:  # its first line is cut
+        tries = tries.partition("\n")[2]
+    for line in re.findall("(?m)^([0-9]+) (\\w+) (.*)\n", tries or ""):
+        when, what, text = int(line[0]), line[1], line[2]
+        if what == "pegar":
+            found.append({"em": f"{utc(when)}Z".replace(" ", "T"), "por": text or None})
+            began = when
+        elif found and "fim" not in found[-1]:
+            found[-1] |= {"fim": what, "durou": when - began, "motivo": text or None}
+        else:  # a person, between two attempts
+            found.append({"em": f"{utc(when)}Z".replace(" ", "T"), "fim": what})
+            found[-1]["motivo"] = text or None
+    return to_json(found[-10:]) if found else None
+
+
 def looked_json(row):
     """A row as an item of a list, with its status and times; a long payload is cut."""
     more = {"status": quoted(row["status"]), "motivo": quoted(row["reason"])}
@@ -4882,6 +4922,7 @@ def looked_json(row):
     more["reservado_ate"] = moment(row["lease_until"])
     more["disponivel_em"] = moment(row["available_at"])
     more["resolvido_em"] = moment(row["settled_at"])
+    more["historico"] = history_json(row["tries"])
     if len(row["body"]) < row["size"]:
         more["cortado"] = "true"
         with contextlib.suppress(UnicodeDecodeError):  # the last character may be cut

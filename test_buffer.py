@@ -3436,6 +3436,55 @@ class ManyTest(QueueCase):
             )
 
 
+class HistoryTest(QueueCase):
+    """What became of a message: its last ten attempts, kept with it."""
+
+    def history(self, id_=1):
+        return self.get(f"/fila/{id_}").get("historico", [])
+
+    def test_each_attempt_with_its_time_its_end_and_how_long_it_took(self):
+        self.store.most = 99
+        self.send()
+        self.assertEqual([], self.history())
+        for verdict, body, seconds in (
+            ("devolver?em=0", b"not\nnow", 7),
+            ("erro", b"x" * 500, 3),
+            ("reenviar", b"", 60),
+        ):
+            if verdict != "reenviar":
+                self.claim()
+            self.clock.now += seconds
+            self.settle(1, verdict, body)
+        self.claim("?reserva=30")
+        self.clock.now += 40
+        self.claim()
+        found = self.history()
+        self.assertEqual("2027-01-15T08:00:00Z", found[0]["em"])
+        self.assertEqual(
+            [
+                ("devolver", 7, "not now"),
+                ("erro", 3, "x" * 80),
+                ("reenviar", None, None),
+                ("prazo", 40, None),
+                (None, None, None),
+            ],
+            [(one.get("fim"), one.get("durou"), one.get("motivo")) for one in found],
+        )
+
+    def test_the_last_ten_in_little_room(self):
+        self.store.most = 999
+        self.send()
+        for number in range(40):
+            self.claim()
+            self.clock.now += 10
+            self.settle(1, "devolver?em=0", b"%d " % number + b"y" * 70)
+        found = self.history()
+        self.assertEqual(10, len(found))
+        self.assertEqual("39 y", found[-1]["motivo"][:4])
+        self.assertEqual({10}, {one["durou"] for one in found})
+        self.assertLessEqual(len(self.row(1)["tries"]), 1200)
+
+
 class RawPayloadTest(QueueCase):
     def test_it_comes_as_it_came_and_no_browser_runs_it(self):
         for body in (b"<script>x</script>", b"\xff\x00", b'{"a":1.10}'):
@@ -6942,7 +6991,16 @@ class PageTest(QueueCase):
         said = set(re.findall(r'data-(?:t|label)="([^"]+)"', html))
         said |= set(re.findall(r'\bt\("([^"]+)"', buffer.PAGE_SCRIPT))
         said |= {*buffer.STATUSES, "fluindo", "sondando", "parado", "bloqueado"}
-        said |= {"limitado", "pausado", "hora", "dia", "semana"}
+        said |= {
+            "limitado",
+            "pausado",
+            "devolver",
+            "prazo",
+            "reenviar",
+            "hora",
+            "dia",
+            "semana",
+        }
         said |= {f"problem {kind}" for kind in buffer.Watch.KINDS}
         for verb in ("reenviar", "processado", "erro", "apagar", "agora"):
             said |= {f"do {verb}", f"then {verb}", f"was {verb}"}
@@ -6954,6 +7012,7 @@ class PageTest(QueueCase):
         self.send(b"x", "/webhook/path")
         self.settle(1, "erro", body=b"x")
         item = self.get("/fila/1").keys() - {"id", "payload", "headers", "status"}
+        item -= {"historico"}
         self.assertEqual(set(), item - keys)  # shown by their names
         told |= {*item, "chave", "fonte", "evento", "reservado_ate", "disponivel_em"}
         self.assertEqual(set(), keys - said - told)
@@ -7755,6 +7814,7 @@ class BrowserTest(unittest.TestCase):
         self.look_again()  # what is open is live
         self.wait("#title", "Mensagem 3: erro")
         self.wait("#one #reason", "why it failed")
+        self.wait("#tries", r"· erro · why it failed")
         self.click("#close")
         self.assertNotIn("#3", self.browser.current_url)
 
