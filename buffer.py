@@ -27,7 +27,9 @@ Delivery
 Operators
     GET /painel                   the page: the queue in a browser
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
+    GET /fila?busca=TEXT          find it in ids, events, conversations, paths and payloads
     GET /fila/motivos             why messages failed, and how many for each reason
+    GET /fila/quantas?status=     how many a filter lets through, before verdicts by filter
     GET /health                   200 while messages can be stored, else 503
     GET /metrics                  numbers for Prometheus; METRICS_TOKEN opens it too
     python buffer.py status       the same as a table, from the file
@@ -4033,8 +4035,9 @@ async function update() {
   const answer = await ask(`painel/dados${wanted}`)
   steady(() => show(answer))
   if ($("one").open && one && !$("ask").open) {
-    const item = await ask(`fila/${one.id}?completo=0`)
-    if (one?.id === item.id && JSON.stringify(item) !== JSON.stringify(one)) drawOne(one = item)
+    const item = await ask(`fila/${one.id}?completo=0`).catch(() => null) // it may be erased
+    const changed = JSON.stringify(item) !== JSON.stringify(one)
+    if (item && one?.id === item.id && changed) drawOne(one = item)
   }
   if (!view.busca && !working) await news()
 }
@@ -4258,7 +4261,7 @@ class Watch:
         self._refused = collections.deque()  # (when, reason)
         # (kind, name): since when it is so
         self._since = {(kind, name): at for kind, name, at, *_ in store.problems()}
-        self._written = {}, -math.inf  # the same as it is in the file, and when
+        self._written = None, -math.inf  # what was written to the file, and when
         self._due, self._landed = -math.inf, -math.inf
         self._totals, self._arrivals = {}, None
         self._arrived = self._claimed = clock()
@@ -5274,7 +5277,8 @@ class App:
         done = {"delay": 0} if forward else {}
         with self.store.transaction():
             rows = self.store.list([status], limit=self.MANY, **where)
-            ids = fitting(rows, self.MANY, 64 << 20)
+            # what is erased is written over
+            ids = fitting(rows, self.MANY, (4 if verb == "apagar" else 64) << 20)
             getattr(self.store, verb)(ids, **done)
             more = bool(self.store.list([status], limit=1, **where))
         names = {"reenviar": "pendente", "antecipar": "pendente", "apagar": "apagada"}
@@ -5285,6 +5289,8 @@ class App:
         """What a filter in the query means to Store.list(), but for the status.
         Refusal 400 for what it cannot mean."""
         where = {"source": request.source_name(), "reason": self.failed_for(request)}
+        if request.word("adiadas") not in (None, "1"):
+            raise Refusal(400, "adiadas deve ser 1")
         where["delayed"] = request.word("adiadas") == "1"
         if where["delayed"] and request.word("status") != "pendente":
             raise Refusal(400, "adiadas só com status=pendente")
@@ -5447,6 +5453,8 @@ class App:
         exact, alike = request.word("motivo"), request.word("parecido")
         if (exact is not None or alike) and request.word("status") != "erro":
             raise Refusal(400, "motivo e parecido só com status=erro")
+        if alike == "":  # a variable that was not set must not mean all of them
+            raise Refusal(400, "parecido vazio")
         if not alike:
             return exact
         form = without_numbers(alike)
