@@ -3103,6 +3103,7 @@ PAGE_BODY = r"""
           aria-labelledby="hour sums">
         <path id="grid" stroke="currentColor" opacity=".25" vector-effect="non-scaling-stroke" />
         <path id="bars" class="pendente" fill="currentColor" opacity=".5" />
+        <path id="begun" class="pendente" fill="currentColor" opacity=".25" />
         <path id="bad" class="erro" fill="currentColor" />
         <path id="line" class="processado" fill="none" stroke="currentColor" stroke-width="2"
           vector-effect="non-scaling-stroke" />
@@ -3547,7 +3548,9 @@ function drawChart() {
   const bar = n => (row, x) => row[n] ? `M${x * wide + .1 * wide} 100V${y(row[n])}h${
     .8 * wide}V100` : ""
   $("grid").setAttribute("d", `M0 ${y(high)}H600M0 ${y(high / 2)}H600`)
-  $("bars").setAttribute("d", series.map(bar(1)).join(""))
+  const came = series.map(bar(1))
+  $("begun").setAttribute("d", came.pop()) // is not over, and pale
+  $("bars").setAttribute("d", came.join(""))
   $("bad").setAttribute("d", series.map(bar(3)).join(""))
   const whole = series.slice(0, -1) // the last one has only begun
   $("line").setAttribute("d", `M${whole.map((row, x) => `${(x + .5) * wide} ${y(row[2])}`)
@@ -4261,7 +4264,7 @@ class Watch:
         self._refused = collections.deque()  # (when, reason)
         # (kind, name): since when it is so
         self._since = {(kind, name): at for kind, name, at, *_ in store.problems()}
-        self._written = None, -math.inf  # what was written to the file, and when
+        self._written = set(self._since), -math.inf  # what is in the file; since when
         self._due, self._landed = -math.inf, -math.inf
         self._totals, self._arrivals = {}, None
         self._arrived = self._claimed = clock()

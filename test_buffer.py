@@ -7121,6 +7121,7 @@ class BrowserTest(unittest.TestCase):
         self.speak("pt-BR")
         self.width(1280)
         self.refused = ()  # statuses that the test provokes, which Chromium logs
+        self.browser.get("about:blank")  # the page of the test before asks no more
         self.browser.get_log("browser"), self.browser.get_log("performance")
 
     def tearDown(self):
@@ -7623,6 +7624,7 @@ class BrowserTest(unittest.TestCase):
         self.wait("#counts .pendente b", "1")
         self.wait("#link span", "^$")
 
+    @long
     def test_old_numbers_are_pale_and_say_of_when_they_are(self):
         self.log_in()
         self.wait("#asof", r"às \d\d:\d\d:\d\d")
@@ -7652,6 +7654,7 @@ class BrowserTest(unittest.TestCase):
         )
         self.assertEqual(1, len(asked), asked)
 
+    @long
     def test_what_stands_in_front_is_told_in_words(self):
         self.log_in()
         self.wait("#counts .zero b", "0")
@@ -7692,6 +7695,7 @@ class BrowserTest(unittest.TestCase):
         self.wait(lambda: str(self.ids()[0]), "43")
         self.assertTrue(self.in_view("#rows li:first-child"))
 
+    @long
     def test_a_customer_is_found_by_number_name_or_text(self):
         for n in range(60):
             body = {"jid": f"55119876500{n:02}@s.whatsapp.net", "nome": f"Zoé {n}"}
@@ -7712,6 +7716,7 @@ class BrowserTest(unittest.TestCase):
             else:
                 self.wait("#none", "Nenhuma")
 
+    @long
     def test_a_search_goes_on_in_slices_and_pages(self):
         for n in range(40):
             self.send(b'"needle"')
@@ -7750,6 +7755,7 @@ class BrowserTest(unittest.TestCase):
         self.wait("#said span", "5 mensagens de volta na fila")
         self.assertEqual(4, list(self.statuses().values()).count("erro"))
 
+    @long
     def test_reasons_are_five_rows_then_more(self):
         for id_ in range(1, 9):
             self.send(b"{}")
@@ -7764,6 +7770,7 @@ class BrowserTest(unittest.TestCase):
         self.click("#morewhy")
         self.assertEqual(8, self.browser.execute_script(rows))
 
+    @long
     def test_sets_of_a_source_and_rows_that_were_chosen(self):
         for id_, source in enumerate("aabbb", 1):
             self.send(b"{}", f"/webhook/{source}")
@@ -7825,6 +7832,7 @@ class BrowserTest(unittest.TestCase):
         self.click("#close")
         self.assertNotIn("#3", self.browser.current_url)
 
+    @long
     def test_copy_as_curl_and_download(self):
         body = b'{"a":"it\'s"}'
         self.send(body, "/webhook/loja/upsert")
@@ -7857,6 +7865,7 @@ class BrowserTest(unittest.TestCase):
         self.wait(lambda: file.read_bytes().decode() if file.exists() else "", "it's")
         self.assertEqual(body, file.read_bytes())
 
+    @long
     def test_media_say_what_they_are(self):
         picture = "/9j/" + "A" * 300_000
         self.send(
@@ -7874,6 +7883,7 @@ class BrowserTest(unittest.TestCase):
         self.click("#rows a[href='#2']")
         self.wait("#payload", "(?s)sem texto.*ff ff.*baixe")
 
+    @long
     def test_the_chart_says_its_values_and_lists_a_minute(self):
         for _ in range(3):
             self.send(b"{}")
@@ -7895,6 +7905,7 @@ class BrowserTest(unittest.TestCase):
             self.wait("#periods [aria-pressed=true]", name.capitalize())
             self.wait("#sums", "■ 3 recebidas")
 
+    @long
     def test_rates_and_when_the_queue_will_be_empty(self):
         self.log_in()
         self.wait("#counts .zero b", "0")
@@ -7924,6 +7935,7 @@ class BrowserTest(unittest.TestCase):
         self.wait("#rows", "1")
         self.assertFalse(self.find("#first").is_displayed())
 
+    @long
     def test_the_token_is_kept_on_the_device_when_that_is_asked(self):
         self.browser.get(self.url)
         self.browser.execute_script("localStorage.clear(); sessionStorage.clear()")
@@ -7938,6 +7950,7 @@ class BrowserTest(unittest.TestCase):
         self.wait("#login", "Token")
         self.assertFalse(self.browser.execute_script("return localStorage.length"))
 
+    @long
     def test_it_fits_from_320_pixels_up_and_at_400_percent(self):
         for n in range(3):
             self.send(b"{}", f"/webhook/{'long' * 30}{n}")
@@ -7954,6 +7967,7 @@ class BrowserTest(unittest.TestCase):
             self.wait("#one[open] #title", "Mensagem")
             self.assertLessEqual(self.browser.execute_script(over), 0, width)
 
+    @long
     def test_axe_finds_nothing(self):
         """axe-core, where AXE_CORE names its axe.min.js (npm pack axe-core)."""
         path = os.environ.get("AXE_CORE")
