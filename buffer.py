@@ -3789,7 +3789,7 @@ async function actAll(verb, where) { // what a filter lets through by now, 5,000
   } catch (error) {
     throw Error(t("stopped at", { n: number(done), m: number(quantidade), error: error.message }))
   }
-  $("one").close()
+  shut()
   await acted(t(`was ${verb}`, { n: counted(done) }))
 }
 
@@ -3807,7 +3807,7 @@ async function act(verb, item) { // to one message
     await look(item.id).catch(() => {})
     throw error
   }
-  $("one").close()
+  shut()
   await acted(t(`was ${verb}`, { n: `${counted(1)} (${item.id})` }))
 }
 
@@ -3873,6 +3873,13 @@ async function look(id) {
     $("title").focus()
   }
   if (!again) await drawPayload(item)
+}
+
+function shut() { // at once: the event comes later, when another may be open
+  $("one").close()
+  one = null
+  closed()
+  keep()
 }
 
 function drawOne(item) {
@@ -4116,7 +4123,7 @@ function listen() {
   on("older", () => go({ pages: [...view.pages, shown.more] }))
   on("news", () => go({ pages: view.pages }))
   on("leave", () => leave())
-  on("close", () => $("one").close())
+  on("close", shut)
   on("copy", copyPayload)
   on("curl", copyCommand)
   on("download", download)
@@ -4149,11 +4156,11 @@ function wanted(text) { // #2125, 2.125 and +55 (11) 98765-4321 are numbers
 
 function listenToAll() {
   $("login").onsubmit = enter
-  $("one").onclose = () => {
-    one = null
-    closed()
-    keep()
+  $("one").oncancel = event => {
+    event.preventDefault()
+    shut()
   }
+  $("one").onclose = () => { if (one && !$("one").open) shut() }
   addEventListener("hashchange", opened)
   addEventListener("keydown", event => {
     const typing = event.target.closest("input, textarea, select, dialog")
