@@ -3732,8 +3732,10 @@ function choose(ids, on) {
 
 function drawSets() {
   const all = view.status && !view.busca && shown.items.length > 0
-  const verbs = chosen.size ? ["agora", ...VERBS.erro] : (VERBS[view.status] ?? []).filter(verb =>
-    (verb !== "agora" || view.adiadas) && view.status !== "processando")
+  const states = shown.items.filter(({ id }) => chosen.has(id)).map(({ status }) => status)
+  const verbs = chosen.size ? [...new Set(states.flatMap(status => VERBS[status]))]
+    : (VERBS[view.status] ?? []).filter(verb =>
+      (verb !== "agora" || view.adiadas) && view.status !== "processando")
   $("sets").hidden = !verbs.length || !(all || chosen.size)
   const label = chosen.size ? t("chosen", { n: number(chosen.size) }) : t("these")
   const work = verb => chosen.size ? actChosen(verb, [...chosen]) : actAll(verb, filter())

@@ -7782,6 +7782,7 @@ class BrowserTest(unittest.TestCase):
         self.click("#rows [value='2']")
         self.click("#rows [value='4']")
         self.wait("#sets", "2 escolhidas")
+        self.assertNotIn("Entregar agora", self.text("#sets"))  # they have failed
         self.click("#sets [value=apagar]")
         self.wait("#question", "Apagar: 2 mensagens")
         self.click("#yes")
