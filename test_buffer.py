@@ -3744,6 +3744,8 @@ class Model:
                 used_up = message["attempts"] >= self.most
                 message["status"] = "erro" if used_up else "pendente"
                 message.update(due=self.now + delay, lost=0)
+            elif delay == 0:
+                message["due"] = min(message["due"], self.now)
         elif verdict == "estender":
             if status != "processando":
                 return 409
@@ -3757,7 +3759,10 @@ class Model:
     VERDICTS = ("processado", "erro", "devolver", "estender", "reenviar")
 
     def settle(self, random):
-        verdict, delay = random.choice(self.VERDICTS), random.choice([1, 90, 700])
+        verdict = random.choice(self.VERDICTS)
+        delay = random.choice(
+            [0, 1, 90, 700] if verdict == "devolver" else [1, 90, 700]
+        )
         id_ = random.randint(1, self.count + 1)
         attempt = random.choice([None, None, 1, 2])
         query = f"?em={delay}&segundos={delay}"
@@ -3766,7 +3771,10 @@ class Model:
         self.test.assertEqual(expected, self.test.settle(id_, verdict + query))
 
     def settle_many(self, random):
-        verdict, delay = random.choice(self.VERDICTS), random.choice([1, 90, 700])
+        verdict = random.choice(self.VERDICTS)
+        delay = random.choice(
+            [0, 1, 90, 700] if verdict == "devolver" else [1, 90, 700]
+        )
         ids = random.sample(range(1, self.count + 2), min(5, self.count + 1))
         good = [id_ for id_ in ids if self.verdict(verdict, id_, None, delay) == 200]
         url = f"/fila/{verdict}?em={delay}&segundos={delay}"
