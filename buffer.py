@@ -27,7 +27,9 @@ Delivery
 Operators
     GET /painel                   the page: the queue in a browser
     GET /fila, GET /fila/{id}     look, without changing anything; DELETE /fila/{id} erases
+    GET /fila?busca=TEXT          find it in ids, events, conversations, paths and payloads
     GET /fila/motivos             why messages failed, and how many for each reason
+    GET /fila/quantas?status=     how many a filter lets through, before verdicts by filter
     GET /health                   200 while messages can be stored, else 503
     GET /metrics                  numbers for Prometheus; METRICS_TOKEN opens it too
     python buffer.py status       the same as a table, from the file
@@ -690,6 +692,7 @@ NEW_COLUMNS = {
     "query": "TEXT",  # a JSON object, without the token
     "headers": "TEXT",  # a JSON object, without credentials
     "reason": "TEXT",  # erro: why
+    "tries": "TEXT",  # lines: second, what, who has it now or why it ended; see TOLD
 }
 
 # An event id is unique in fila. Here stand, oldest first, those that outlive their message.
@@ -787,13 +790,31 @@ CREATE TRIGGER conta_mudada AFTER UPDATE OF status, source ON fila
  BEGIN {GOES} {COMES} END""",
 )
 
-# Of each minute of the last hour, what had been counted before its first commit.
+# Of each minute of the last hour, ten minutes of the last day and hour of the last week,
+# what had been counted before its first commit. `at` counts such steps since 1970.
+ROOMS = {1: 60, 10: 144, 60: 168}  # minutes of a step: how many are kept
 MINUTES_TABLE = """
 CREATE TABLE IF NOT EXISTS minutos (
-    minute   INTEGER PRIMARY KEY,
+    step     INTEGER NOT NULL,
+    at       INTEGER NOT NULL,
     received INTEGER NOT NULL,
-    settled  INTEGER NOT NULL
-)"""
+    done     INTEGER NOT NULL,
+    failed   INTEGER NOT NULL,
+    PRIMARY KEY (step, at)
+) WITHOUT ROWID"""
+
+# What was wrong when the service last looked, for who reads only the file.
+PROBLEMS_TABLE = """
+CREATE TABLE IF NOT EXISTS problemas (
+    kind  TEXT NOT NULL,
+    name  TEXT NOT NULL,
+    since INTEGER NOT NULL,
+    seen  INTEGER NOT NULL,
+    text  TEXT NOT NULL,
+    PRIMARY KEY (kind, name)
+) WITHOUT ROWID"""
+PROBLEMS = "SELECT kind, name, since, seen, text FROM problemas ORDER BY since, kind"
+PROBLEM = "INSERT INTO problemas VALUES (?, ?, ?, ?, ?)"
 
 HAPPENED = """
 INSERT INTO contadores (name, label, n)
@@ -802,26 +823,31 @@ VALUES (?, ?, ?)
 
 SO_FAR = """
 SELECT coalesce(sum(iif(name = 'recebidas', n, 0)), 0) AS received,
-       coalesce(sum(iif(name = 'resolvidas', n, 0)), 0) AS settled
+       coalesce(sum(iif(label = 'processado', n, 0)), 0) AS done,
+       coalesce(sum(iif(label = 'erro' OR name = 'esgotadas', n, 0)), 0) AS failed
   FROM contadores
- WHERE name = 'recebidas'
+ WHERE name IN ('recebidas', 'esgotadas')
     OR (name = 'resolvidas' AND label IN ('processado', 'erro'))"""
 
 MINUTE = f"""
-INSERT INTO minutos (minute, received, settled)
-SELECT :minute, received, settled
-  FROM ({SO_FAR})
+INSERT INTO minutos (step, at, received, done, failed)
+SELECT value, :minute / value, received, done, failed
+  FROM json_each('{json.dumps(list(ROOMS))}') CROSS JOIN ({SO_FAR})
  WHERE true
     ON CONFLICT DO NOTHING"""
 
 COUNTED = "SELECT name, label, n FROM contadores ORDER BY name, label"
-MINUTES = "SELECT minute, received, settled FROM minutos ORDER BY minute"
+HISTORY = """
+SELECT at, received, done, failed
+  FROM minutos
+ WHERE step = :step
+ ORDER BY at"""
 
 # Those to come are there after the clock was set back.
 OTHER_HOURS = """
 DELETE FROM minutos
- WHERE minute <= :minute - 60
-    OR minute > :minute"""
+ WHERE step = :step
+   AND (at <= :at - :room OR at > :at)"""
 
 # What the Go program left without lease (it gave ten minutes), size or time of settling,
 # or with a delay of ours; and what has had more attempts than are allowed now.
@@ -1073,6 +1099,10 @@ SELECT 1
  WHERE source = coalesce(:source, '')
    AND event_id = :event_id"""
 
+# Appends a line to what became of a message, and keeps about the last ten attempts.
+TOLD_LENGTH = 1200
+TOLD = f"tries = substr(coalesce(tries, '') || :told, -{TOLD_LENGTH})"
+
 LEASES_OVER = """
 SELECT id, size
   FROM fila INDEXED BY fila_lease
@@ -1081,9 +1111,10 @@ SELECT id, size
  ORDER BY lease_until
  LIMIT :limit"""
 
-LEASE_ENDED = """
+LEASE_ENDED = f"""
 UPDATE fila NOT INDEXED
-   SET status = iif(attempts < :most, 'pendente', 'erro'),
+   SET {TOLD},
+       status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
        reason = iif(attempts < :most, reason,
                     coalesce(reason, 'prazo esgotado na última tentativa')),
@@ -1129,7 +1160,8 @@ ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event
 
 PEGAR = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'processando',
+   SET {TOLD},
+       status = 'processando',
        locked_at = :now,
        lease_until = :until,
        attempts = attempts + 1,
@@ -1145,7 +1177,8 @@ CHOSEN = """
 
 PROCESSADO = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'processado',
+   SET {TOLD},
+       status = 'processado',
        settled_at = :now,
        lease_until = NULL,
        available_at = NULL,
@@ -1155,7 +1188,8 @@ RETURNING id, status"""
 
 ERRO = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'erro',
+   SET {TOLD},
+       status = 'erro',
        settled_at = :now,
        lease_until = NULL,
        available_at = NULL,
@@ -1167,7 +1201,8 @@ RETURNING id, status, reason"""
 # An attempt that is `spared` was none: what it was to reach could not be reached.
 DEVOLVER = f"""
 UPDATE fila NOT INDEXED
-   SET status = iif(attempts < :most, 'pendente', 'erro'),
+   SET {TOLD},
+       status = iif(attempts < :most, 'pendente', 'erro'),
        settled_at = iif(attempts < :most, NULL, :now),
        available_at = iif(attempts < :most AND coalesce(:delay, 1) > 0, datetime(
            :epoch + coalesce(:delay,
@@ -1181,6 +1216,13 @@ UPDATE fila NOT INDEXED
        locked_at = NULL,
        lease_until = NULL {CHOSEN}
    AND status = 'processando'
+RETURNING id, status, reason"""
+
+ANTECIPAR = f"""
+UPDATE fila NOT INDEXED
+   SET available_at = NULL {CHOSEN}
+   AND status = 'pendente'
+   AND available_at IS NOT NULL
 RETURNING id, status, reason"""
 
 # Conversations of which a verdict settles more than one message.
@@ -1200,7 +1242,8 @@ RETURNING id, status"""
 
 REENVIAR = f"""
 UPDATE fila NOT INDEXED
-   SET status = 'pendente',
+   SET {TOLD},
+       status = 'pendente',
        attempts = 0,
        lost = 0,
        settled_at = NULL,
@@ -1253,11 +1296,40 @@ SELECT id, size
  ORDER BY id
  LIMIT :limit"""
 
+LIST_REASONS = LIST_REASON.replace(
+    "IS nullif(:reason, '')", "IN (SELECT value FROM json_each(:reason))"
+)
+
 # The same with the newest first.
 NEWEST = {
     sql: sql.replace("ORDER BY id", "ORDER BY id DESC")
-    for sql in (LIST, LIST_DELAYED, LIST_REASON)
+    for sql in (LIST, LIST_DELAYED, LIST_REASON, LIST_REASONS)
 }
+
+COUNT = {
+    sql: f"SELECT count(*), max(id) FROM ({sql})"
+    for sql in (LIST, LIST_DELAYED, LIST_REASON, LIST_REASONS)
+}
+
+REASONS = """
+SELECT DISTINCT reason
+  FROM fila INDEXED BY fila_reason
+ WHERE status = 'erro'
+   AND reason IS NOT NULL"""
+
+SEARCHED = """
+SELECT id, size, CAST(payload AS BLOB) AS body, event_id, group_key, path
+  FROM fila NOT INDEXED
+ WHERE id IN (SELECT value FROM json_each(:ids))
+ ORDER BY id DESC"""
+
+LAST_ID = "SELECT coalesce(max(id), 0) FROM fila"
+CAME = """
+SELECT id, coalesce(created_at, '') AS created_at
+  FROM fila NOT INDEXED
+ WHERE id >= :id
+ ORDER BY id
+ LIMIT 1"""
 
 # The same for one source.
 OF_SOURCE = {
@@ -1271,6 +1343,8 @@ OF_SOURCE = {
         LIST_DELAYED,
         NEWEST[LIST],
         NEWEST[LIST_DELAYED],
+        COUNT[LIST],
+        COUNT[LIST_DELAYED],
     )
 }
 OF_SOURCE.update(
@@ -1317,6 +1391,8 @@ MOTIVOS = """
 SELECT reason, count(*) AS count, max(id) AS until
   FROM fila INDEXED BY fila_reason
  WHERE status = 'erro'
+   AND id > :after
+   AND id <= :until
    AND (:source IS NULL OR source = :source)
  GROUP BY reason
  ORDER BY count(*) DESC
@@ -1324,7 +1400,7 @@ SELECT reason, count(*) AS count, max(id) AS until
 MOTIVO = MOTIVOS.replace("GROUP", "  AND reason IS nullif(:reason, '')\n GROUP")
 
 LOOK = f"""
-SELECT {ITEM}, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
+SELECT {ITEM}, tries, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
        lease_until, available_at, settled_at
   FROM fila
  WHERE id = :id"""
@@ -1378,6 +1454,35 @@ SELECT :epoch - CAST(strftime('%s', min(since)) AS INTEGER)
           FROM fila INDEXED BY fila_lease
          WHERE status = 'processando'
            AND lease_until <= :now)"""
+
+OLDEST_OPEN = """
+SELECT :epoch - CAST(strftime('%s', min(created_at)) AS INTEGER)
+  FROM fila NOT INDEXED
+ WHERE id = (SELECT min(id)
+               FROM (SELECT min(id) AS id
+                       FROM fila INDEXED BY fila_queue
+                      WHERE status = 'pendente'
+                        AND available_at IS NULL
+                      UNION ALL
+                     SELECT min(id)
+                       FROM fila INDEXED BY fila_delayed
+                      WHERE status = 'pendente'
+                        AND available_at IS NOT NULL
+                      UNION ALL
+                     SELECT min(id)
+                       FROM fila INDEXED BY fila_queue
+                      WHERE status = 'processando'
+                        AND available_at IS NULL))"""
+
+DELAYED = """
+SELECT count(*)
+  FROM (SELECT 1
+          FROM fila INDEXED BY fila_delayed
+         WHERE status = 'pendente'
+           AND available_at IS NOT NULL
+         LIMIT :limit)"""
+
+TOTALS = "SELECT name, sum(n) FROM contadores GROUP BY name"
 
 SHIFT = (
     """
@@ -1473,11 +1578,12 @@ class Store:
     `clock` gives seconds since the epoch.
     """
 
-    VERSION = 1  # PRAGMA user_version of our files; the Go program leaves it at 0
+    VERSION = 2  # PRAGMA user_version of our files; the Go program leaves it at 0
     REBUILT = 256 << 20  # bytes; an old file up to this size is rebuilt at start
     BUSY = 5  # seconds to wait for another process before giving up
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
     REASONS = 100  # that dead() tells apart
+    SLICE, SLICE_BYTES = 200, 4 << 20  # messages that search() reads at once
     COUNTED = 10_000  # conversations up to which report() counts
     MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
     NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
@@ -1569,9 +1675,10 @@ class Store:
 
     def _prepare(self):
         [[version]] = self._run("PRAGMA user_version")
-        if version > self.VERSION:
+        if version not in (0, self.VERSION):
+            age = "newer" if version > self.VERSION else "preliminary"
             raise sqlite3.DatabaseError(
-                f"a newer buffer.py made it (format {version}, not {self.VERSION})"
+                f"a {age} buffer.py made it (format {version}, not {self.VERSION})"
             )
         columns = {row["name"] for row in self._run("PRAGMA table_info(fila)")}
         if columns and not columns >= OLD_COLUMNS:
@@ -1595,6 +1702,7 @@ class Store:
             for statement in INDEXES.split(";"):
                 self._run(statement)
             self._run(MINUTES_TABLE)
+            self._run(PROBLEMS_TABLE)
             if not self._run("PRAGMA table_info(contadores)"):
                 for statement in (COUNTERS_TABLE, COUNT_ALL, *TRIGGERS):
                     self._run(statement)
@@ -1700,7 +1808,8 @@ class Store:
         before, minute = self._db.total_changes, int(self._at // 60)
         if minute != self._minute:
             self._run(MINUTE, minute=minute)
-            self._run(OTHER_HOURS, minute=minute)
+            for step, room in ROOMS.items():
+                self._run(OTHER_HOURS, step=step, at=minute // step, room=room)
             self._minute = minute
         for (name, label), n in happened.items():
             self._db.execute(HAPPENED, (name, label, n))
@@ -1877,9 +1986,14 @@ class Store:
     def _lease(self, ids, lease, now, claim):
         until = utc(math.ceil(self.clock() + lease))
         values = {"ids": json.dumps(ids), "now": now, "until": until, "claim": claim}
+        values["told"] = self._line("pegar")
         rows = self._run(PEGAR, **values)
         self._log += [("entregues", "")] * len(rows)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
+
+    def _line(self, what, text=None):
+        text = " ".join((text or "").split())[:80]
+        return f"{int(self._at)} {what} {text}\n"
 
     def group(self):
         """Makes the file ready for conversations."""
@@ -1910,6 +2024,7 @@ class Store:
         with self.transaction() as now:
             rows = self._run(LEASES_OVER, now=now, limit=self.BITE[0])
             values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
+            values["told"] = self._line("prazo")
             ended = self._run(LEASE_ENDED, now=now, **values)
             self._log += [("vencidas", "")] * len(ended)
             self._count_used_up(row["status"] for row in ended)
@@ -1969,6 +2084,12 @@ class Store:
             self._count_used_up(o.status for o in outcomes.values() if not o.refused)
         return outcomes
 
+    def antecipar(self, ids, attempt=None, **values):
+        """devolver() without a delay, which also makes due at once what is delayed."""
+        with self.transaction():
+            self._settle("devolver", ANTECIPAR, ids, attempt, "pendente")
+            return self.devolver(ids, attempt, **values)
+
     def _together(self, ids):
         """(ids, attempts for the backoff) of what should come back at the same time: a
         conversation that was handed out as one must not come back in pieces."""
@@ -1990,6 +2111,7 @@ class Store:
         """`already` is the status on which the verdict changes nothing and is good."""
         with self.transaction() as now:
             values.update(ids=json.dumps(ids), attempt=attempt, now=now)
+            values["told"] = self._line(verdict, values.get("reason"))
             changed = self._run(sql, **values)
             self._log += [("resolvidas", verdict)] * len(changed)
             self._count_dead(changed)
@@ -2004,47 +2126,103 @@ class Store:
             outcomes[id_] = Outcome(refused, row["status"], row["attempts"])
         return {id_: outcomes.get(id_, Outcome("unknown", None)) for id_ in ids}
 
-    def list(
+    def list(self, statuses, limit=50, newest=False, **where):
+        """Rows (id, size) of messages with one of the statuses, in the order of ids or
+        with the newest first.
+
+        Of a `source`; with ids `after` one, and up to `until`; `delayed` ones only;
+        failed for exactly this `reason`, "" for none, or for one of several.
+        """
+        found = []
+        for sql, values in self._lists(statuses, limit=limit, **where):
+            sql = NEWEST[sql] if newest else sql
+            found += self._run_of(sql, **values)
+        return sorted(found, key=lambda row: row["id"], reverse=newest)[:limit]
+
+    def count(self, statuses, limit, **where):
+        """(how many messages list() would give, the highest of their ids)."""
+        found = [
+            self._run_of(COUNT[sql], **values)[0]
+            for sql, values in self._lists(statuses, limit=limit, **where)
+        ]
+        return sum(n for n, _ in found), max(last or 0 for _, last in found)
+
+    def _lists(
         self,
         statuses,
         source=None,
         after=0,
         until=2**63 - 1,
-        limit=50,
         reason=None,
-        newest=False,
+        delayed=False,
+        **values,
     ):
-        """Rows (id, size) of messages with one of the statuses, in the order of ids or
-        with the newest first. `reason` takes of those in erro only the ones that failed
-        for exactly this reason, "" for none."""
-        found = []
-        where = {"after": after, "limit": limit, "until": until}
-        if reason is not None:
-            sql = NEWEST[LIST_REASON] if newest else LIST_REASON
-            return self._run(sql, source=source, reason=reason, **where)
-        for status in statuses:
-            for sql in (LIST, LIST_DELAYED)[: 1 + (status == "pendente")]:
-                sql = NEWEST[sql] if newest else sql
-                found += self._run_of(sql, source, status=status, **where)
-        return sorted(found, key=lambda row: row["id"], reverse=newest)[:limit]
+        """(statement, values) of each part of a list. Both lists of pendente are long."""
+        values.update(source=source, after=after, until=until)
+        if isinstance(reason, str):
+            yield LIST_REASON, {"reason": reason, **values}
+        elif reason is not None:
+            yield LIST_REASONS, {"reason": json.dumps(reason), **values}
+        else:
+            for status in statuses:
+                if not delayed:
+                    yield LIST, {"status": status, **values}
+                if status == "pendente":
+                    yield LIST_DELAYED, {"status": status, **values}
+
+    def search(self, fits, statuses, seconds, limit, until=2**63 - 1, **where):
+        """(rows (id, size) of the newest messages of list() of which fits(row) is true,
+        the id up to which to go on or None), after about so many seconds at most."""
+        found, end = [], time.monotonic() + seconds
+        while True:
+            rows = self.list(statuses, self.SLICE, newest=True, until=until, **where)
+            sizes = itertools.accumulate(row["size"] or 0 for row in rows)
+            fit = max(1, sum(size <= self.SLICE_BYTES for size in sizes))
+            ids = [row["id"] for row in rows[:fit]]
+            if not ids:
+                return found, None
+            found += filter(fits, self._run(SEARCHED, ids=json.dumps(ids)))
+            until = ids[-1] - 1
+            if len(found) >= limit or time.monotonic() >= end:
+                break
+        if len(found) > limit:
+            until = found[limit - 1]["id"] - 1
+        return found[:limit], until
+
+    def last_before(self, moment):
+        """The last id that came before a time, as it is in the file. Ids grow with time
+        but where the clock was set back."""
+        low, [[high]] = 0, self._run(LAST_ID)
+        while low < high:
+            middle = (low + high + 1) // 2
+            [row] = self._run(CAME, id=middle)
+            if row["created_at"] < moment:
+                low = row["id"]
+            else:
+                high = middle - 1
+        return low
 
     def evento(self, event_id, source=None):
         """Rows (id, size) of the messages, one of a source, that have this event id."""
         rows = self._run(EVENTO, event=event_id, source=source)
         return sorted(rows, key=lambda row: row["id"])
 
-    def motivos(self, source=None, reason=None, limit=50):
+    def motivos(self, source=None, reason=None, limit=50, after=0, until=2**63 - 1):
         """Rows (reason, count, until), the commonest first, of the messages in erro; or
         of one `reason` as in list(). `until` is the last id that was counted."""
-        where = {"source": source, "limit": limit}
+        where = {"source": source, "limit": limit, "after": after, "until": until}
         if reason is None:
             return self._run(MOTIVOS, **where)
         return self._run(MOTIVO, reason=reason, **where)
 
+    def reasons(self):
+        """All there are, each once."""
+        return [reason for (reason,) in self._run(REASONS)]
+
     def _run_of(self, sql, source, **values):
         """A statement for all or for one source."""
-        if source is None:
-            return self._run(sql, **values)
+        if source is None or sql not in OF_SOURCE:
+            return self._run(sql, source=source, **values)
         return self._run(OF_SOURCE[sql], source=source, **values)
 
     def look(self, ids, whole):
@@ -2064,6 +2242,12 @@ class Store:
                 self.gather(self.NEW)  # its conversation may be a phone number
             return found > 0
 
+    def apagar(self, ids):
+        """Erases many."""
+        with self.transaction():
+            self.erased = self._delete(ids) > 0 or self.erased
+            self.gather(self.NEW)
+
     def _delete(self, ids):
         ids = json.dumps(ids)
         self._run(REMEMBER, ids=ids)
@@ -2075,6 +2259,15 @@ class Store:
         epoch = int(self.clock())
         [[age]] = self._run(OLDEST_DUE, epoch=epoch, now=utc(epoch))
         return age if age is None else max(0, age)
+
+    def oldest_open(self):
+        """Seconds since the oldest message that is not settled came; None without one."""
+        [[age]] = self._run(OLDEST_OPEN, epoch=int(self.clock()))
+        return age if age is None else max(0, age)
+
+    def totals(self):
+        """{name: number} of what COUNTED has, over all labels."""
+        return dict(self._run(TOTALS))
 
     def arrivals(self):
         """A number that has grown when a message was kept, by whatever process."""
@@ -2113,8 +2306,10 @@ class Store:
                     for source, n in counted[status].items()
                 ],
                 "mais_antiga": self.oldest_due(),
+                "nao_resolvida": self.oldest_open(),
+                "adiadas": self._run(DELAYED, limit=self.COUNTED)[0][0],
                 "conversas": self._conversations(epoch),
-                "por_minuto": self._minutes(epoch // 60),
+                "por_minuto": self.history(1),
                 "contadores": {name: counted[name] for name in COUNTERS},
                 "arquivo": os.path.getsize(self.path),
                 "wal": size_of(f"{self.path}-wal"),
@@ -2131,17 +2326,28 @@ class Store:
         [[working]] = self._run(GROUPS_IN_WORK, limit=limit)
         return {"esperando": waiting, "mais_antiga": age, "em_trabalho": working}
 
-    def _minutes(self, now):
-        """[seconds since the epoch, received, settled] of the last 60 minutes."""
-        before = [*self._run(MINUTES), *self._run(SO_FAR)]
+    def history(self, step):
+        """[seconds since the epoch, received, done, failed] of each of the last steps, of
+        so many minutes (see ROOMS)."""
+        before = [*self._run(HISTORY, step=step), *self._run(SO_FAR)]
+        names = ("received", "done", "failed")
         found = {
-            this["minute"]: [
-                after[name] - this[name] for name in ("received", "settled")
-            ]
+            this["at"]: [after[name] - this[name] for name in names]
             for this, after in itertools.pairwise(before)
         }
-        minutes = range(now - 59, now + 1)
-        return [[60 * minute, *found.get(minute, (0, 0))] for minute in minutes]
+        now = int(self.clock() // 60) // step
+        steps = range(now - ROOMS[step] + 1, now + 1)
+        return [[60 * step * at, *found.get(at, (0, 0, 0))] for at in steps]
+
+    def problems(self):
+        """Rows (kind, name, since, seen, text) of what was wrong when write_problems()
+        was last called; times in seconds since the epoch."""
+        return self._run(PROBLEMS)
+
+    def write_problems(self, rows):
+        with self.transaction():
+            self._run("DELETE FROM problemas")
+            self._db.executemany(PROBLEM, rows)
 
     def probe(self):
         """Writes a little, to learn whether the file and its disk take it."""
@@ -2512,49 +2718,135 @@ def find_word(word, request):
 # A browser must not keep what it shows, nor take it for something else.
 PRIVATE = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
 
-# What it says. Key, English, Portuguese; where there are two, the English is the key.
+# What the page says: key, English, Portuguese.
 PAGE_WORDS = """
-Log out = Sair
-Log in = Entrar
-Now = Agora
-The last hour, by minute = Última hora, por minuto
-Messages = Mensagens
-Message = Mensagem
-Source = Fonte
-Id of message or event = Id da mensagem ou do evento
-Search = Buscar
-No messages. = Nenhuma mensagem.
-Newer = Mais novas
-Older = Mais antigas
-Close = Fechar
-Payload = Conteúdo
-Headers and query = Cabeçalhos e query
-Reason (optional) = Motivo (opcional)
-Cancel = Cancelar
-all = todas
+leave = Log out = Sair
+enter = Log in = Entrar
+token = Token = Token
+token which = The TOKEN that the service was started with; WEBHOOK_TOKEN is not enough. = O TOKEN com que o serviço foi iniciado; WEBHOOK_TOKEN não basta.
+remember = Keep it on this device = Guardar neste aparelho
+as of = as of {time} = às {time}
+dismiss = Dismiss = Dispensar
+all well = All is well = Tudo em ordem
+problem = 1 problem = 1 problema
+problems = {n} problems = {n} problemas
+no data yet = Loading … = Carregando …
+since = since {time} ({age}) = desde {time} ({age})
+problem destino = {target} takes no messages: {error}. {waiting} wait, next try: {next}. = {target} não recebe mensagens: {error}. {waiting} esperam, próxima tentativa: {next}.
+problem file = Senders get 503: the file at DB_PATH was removed or replaced; the log says how to save the open one. = Remetentes recebem 503: o arquivo em DB_PATH foi removido ou trocado; o log diz como salvar o que está aberto.
+problem disk = Senders get 503: the disk has {free} free, MIN_FREE is {limit}. = Remetentes recebem 503: o disco tem {free} livres, MIN_FREE é {limit}.
+problem queue = Senders get 503: {messages} in the queue, MAX_PENDING is {limit}. = Remetentes recebem 503: {messages} na fila, MAX_PENDING é {limit}.
+problem recusas = Senders were refused {messages} times in five minutes: {reasons}. = Remetentes recusados {messages} vezes em cinco minutos: {reasons}.
+problem erro = {lying} messages have failed and wait for a person. = {lying} mensagens falharam e esperam uma pessoa.
+problem age = The oldest message that is due has waited for {seconds}. = A mensagem mais antiga da vez espera há {seconds}.
+problem consumo = Nobody has fetched messages for {seconds}; {messages} wait. = Ninguém busca mensagens há {seconds}; {messages} esperam.
+problem silence = No message has come for {seconds}. = Nenhuma mensagem chegou há {seconds}.
+show = Show = Mostrar
+try now = Try now = Tentar agora
+pause = Pause = Pausar
+resume = Resume = Retomar
+queue = Queue = Fila
+delivery = Delivery = Entrega
+history = Received, done, failed = Recebidas, processadas, erros
+hora = Hour = Hora
+dia = Day = Dia
+semana = Week = Semana
+list it = List these = Listar estas
+received = received = recebidas
+done = done = processadas
+failed = failed = erros
+pick a time = Time in the chart; Enter lists it = Momento no gráfico; Enter lista
+rates = {in}/min in, {out}/min out = {in}/min entram, {out}/min saem
+empty in = empty in {time} = vazia em {time}
+grows = grows by {n}/min = cresce {n}/min
+steady = stays as long = estável
+oldest = the oldest came {age} ago = a mais antiga chegou há {age}
+delayed = delayed = adiadas
+all = all = todas
+machine = Machine and version = Máquina e versão
+disk = Free on the disk = Livre no disco
+database = Database + WAL = Banco + WAL
+version = Version = Versão
+conversations = Conversations = Conversas
+talks = {n} waiting, the oldest {age}; {m} in work = {n} esperando, a mais antiga {age}; {m} em trabalho
+first = Give this URL to your senders = Dê esta URL aos seus remetentes
+first how = with your TOKEN, or better WEBHOOK_TOKEN, behind it. The first message will show here by itself. = com o seu TOKEN, ou melhor WEBHOOK_TOKEN, no fim. A primeira mensagem aparece aqui sozinha.
+your token = YOUR_TOKEN = SEU_TOKEN
+reasons = Why they failed = Por que falharam
+more reasons = {n} more = mais {n}
+messages = Messages = Mensagens
+list = List = Lista
+source = Source = Fonte
+period = Period = Período
+any time = any time = qualquer hora
+last 900 = last 15 minutes = últimos 15 minutos
+last 3600 = last hour = última hora
+last 86400 = last day = último dia
+last 604800 = last week = última semana
+find = Id, event, number, name, text … = Id, evento, telefone, nome, texto …
+search = Search = Buscar
+searching = Searching, from {time} back … = Buscando, de {time} para trás …
+none = No messages. = Nenhuma mensagem.
+newer = Newer = Mais novas
+older = Older = Mais antigas
+new ones = {n} new ▲ = {n} novas ▲
+changed = Show changes ▲ = Mostrar mudanças ▲
+choose all = Choose all that are shown = Escolher todas as mostradas
+choose = Choose message {id} = Escolher mensagem {id}
+chosen = {n} chosen: = {n} escolhidas:
+these = All of these: = Todas estas:
+without filter = Remove {what} = Tirar {what}
 pendente = pending = pendente
 processando = in work = processando
 processado = done = processado
 erro = failed = erro
-message = mensagem
-messages = mensagens
-received = recebidas
-settled = resolvidas
-at most = no máximo
-Waiting longest = Maior espera
-Conversations = Conversas
-esperando = waiting = esperando
-em_trabalho = in work = em trabalho
-the oldest = a mais antiga
-Delivery = Entrega
+until = until {time} = até {time}
+message = message = mensagem
+of messages = messages = mensagens
+message n = Message {id}: {status} = Mensagem {id}: {status}
+close = Close = Fechar
+payload = Payload = Conteúdo
+headers = Headers and query = Cabeçalhos e query
+tries = Attempts = Tentativas
+devolver = given back = devolvida
+prazo = lease ended = prazo esgotado
+reenviar = replayed = reenviada
+copy = Copy = Copiar
+copy curl = Copy as curl = Copiar como curl
+download = Download = Baixar
+copied = Copied. = Copiado.
+not copied = The browser does not let it be copied. = O navegador não deixa copiar.
+cut = … the rest is not shown: download it = … o resto não é mostrado: baixe
+long text = {n} characters, {kind}, not shown = {n} caracteres, {kind}, não mostrados
+binary = {n}, no text; the first bytes: = {n}, sem texto; os primeiros bytes:
+some text = text = texto
+because = Reason (optional) = Motivo (opcional)
+cancel = Cancel = Cancelar
 fluindo = flowing = fluindo
-sondando = probing = sondando
-parado = stopped = parado
+sondando = in trouble, being tried = com problema, tentando
+parado = in trouble, waiting = com problema, esperando
+limitado = asked to wait (429) = pediu para esperar (429)
 bloqueado = blocked by the broker = bloqueado pelo broker
-in flight = em voo
-Free on the disk = Livre no disco
-Database + WAL = Banco + WAL
-Version = Versão
+pausado = paused = pausado
+waiting n = {n} wait = {n} esperam
+oldest n = the oldest for {age} = a mais antiga há {age}
+in flight = {n} in flight = {n} em voo
+five minutes = 5 min: {n} tries, {m} failed = 5 min: {n} tentativas, {m} falhas
+last good = last success {age} ago = último sucesso há {age}
+last error = last error {age} ago: {error} = último erro há {age}: {error}
+next try = next try in {age} = próxima tentativa em {age}
+at once = at once = já
+outcome conexao = no connection = sem conexão
+outcome timeout = no answer in time = sem resposta a tempo
+outcome interrompida = broken off = interrompida
+outcome nack = refused by the broker = recusada pelo broker
+outcome 2xx = taken (2xx) = aceitas (2xx)
+outcome ok = taken = aceitas
+outcome 3xx = redirected (3xx) = redirecionadas (3xx)
+outcome 4xx = refused (4xx) = recusadas (4xx)
+outcome 5xx = failed there (5xx) = falharam lá (5xx)
+refused token = wrong token = token errado
+refused storage = storage trouble (503) = falha de disco (503)
 motivo = Reason = Motivo
 fonte = Source = Fonte
 caminho = Path = Caminho
@@ -2567,236 +2859,1397 @@ recebido_em = Received = Recebida
 reservado_ate = Leased until = Reservada até
 disponivel_em = Not before = Não antes de
 resolvido_em = Settled = Resolvida
-no reason given = sem motivo
-… the rest is not shown = … o resto não é mostrado
+no reason given = no reason given = sem motivo
 do reenviar = Replay = Reenviar
 do processado = Mark as done = Marcar como processada
 do erro = Mark as failed = Marcar como erro
 do apagar = Erase = Apagar
-Replay all with this reason = Reenviar todas com este motivo
+do agora = Deliver now = Entregar agora
+do alike = All with this reason … = Todas com este motivo …
 then reenviar = Back to the queue, with attempts reset. = Volta para a fila, com as tentativas zeradas.
 then processado = It is not given out again. = Não é mais entregue.
 then erro = It is not given out until a person decides. = Não é entregue até alguém decidir.
 then apagar = It is gone for good. = É apagada para sempre.
-A consumer has it now. = Um consumidor está com ela agora.
+then agora = It does not wait for its delay any longer. = Não espera mais pelo seu prazo.
+leased = A consumer has it now. = Um consumidor está com ela agora.
+at least = at least {n} = ao menos {n}
+was reenviar = {n} back in the queue = {n} de volta na fila
+was processado = {n} marked as done = {n} marcadas como processadas
+was erro = {n} marked as failed = {n} marcadas como erro
+was apagar = {n} erased = {n} apagadas
+was agora = {n} brought forward = {n} adiantadas
+not all = {n} could not: they have changed meanwhile. = {n} não puderam: mudaram nesse meio-tempo.
+stopped at = Done: {n} of {m}. Then: {error} = Feitas: {n} de {m}. Depois: {error}
+not done = Not done: {error} = Não foi feito: {error}
+target done = Told {name}. = {name} avisado.
 401 = The token is not accepted. = O token não é aceito.
 404 = The message is not there any more. = A mensagem não existe mais.
-409 = Not possible: the message has changed meanwhile. = Não é possível: a mensagem mudou nesse meio-tempo.
+409 = the message has changed meanwhile. = a mensagem mudou nesse meio-tempo.
 429 = Too many wrong tokens. Wait a minute. = Muitos tokens errados. Espere um minuto.
-503 = The service is in trouble. Trying again. = O serviço está com problemas. Tentando de novo.
-No connection. Trying again. = Sem conexão. Tentando de novo.
+503 = the service is in trouble (503). = o serviço está com problemas (503).
+proxy = something in front of buffer.py answers {status}. = algo na frente do buffer.py responde {status}.
+foreign = what answers is not buffer.py. = quem responde não é o buffer.py.
+late = no answer in time. = sem resposta a tempo.
+offline = no connection. = sem conexão.
+old numbers = Old numbers, trying again: {error} = Números velhos, tentando de novo: {error}
 """
 
 
 def page_texts():
     """{language: {key: text}} as JSON."""
     lines = [line.split(" = ") for line in PAGE_WORDS.strip().splitlines()]
-    english, portuguese = ({line[0]: line[n] for line in lines} for n in (-2, -1))
+    english, portuguese = ({line[0]: line[n] for line in lines} for n in (1, 2))
     return json.dumps({"en": english, "pt": portuguese})
 
 
-PAGE = r"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>buffer.py</title>
-<style>
-:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 20%, Canvas); --soft: color-mix(in srgb, CanvasText 65%, Canvas);
-  --blue: color-mix(in srgb, royalblue 70%, CanvasText); --green: color-mix(in srgb, seagreen 70%, CanvasText);
-  --amber: color-mix(in srgb, peru 60%, CanvasText); --red: color-mix(in srgb, crimson 75%, CanvasText) }
-* { box-sizing: border-box; min-width: 0; overflow-wrap: anywhere; margin: 0 }
+PAGE_STYLE = r"""
+:root {
+  color-scheme: light dark;
+  --line: color-mix(in srgb, CanvasText 18%, Canvas);
+  --edge: color-mix(in srgb, CanvasText 55%, Canvas);
+  --soft: color-mix(in srgb, CanvasText 68%, Canvas);
+  --tint: color-mix(in srgb, CanvasText 5%, Canvas);
+  --blue: color-mix(in srgb, royalblue 70%, CanvasText);
+  --green: color-mix(in srgb, seagreen 70%, CanvasText);
+  --amber: color-mix(in srgb, peru 60%, CanvasText);
+  --red: color-mix(in srgb, crimson 75%, CanvasText);
+}
+* { box-sizing: border-box; min-width: 0; margin: 0; overflow-wrap: anywhere }
 [hidden] { display: none !important }
-body { font: 16px/1.45 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: .75rem }
-section, dialog, #login { padding: 1rem; border: 1px solid var(--line); border-radius: .75rem }
-button, input, select, textarea { font: inherit; padding: .4rem .8rem; border: 1px solid var(--line); border-radius: .5rem; background: Canvas }
-button:hover, [aria-pressed=true] { border-color: currentColor }
-td button { padding: 0; border: 0; text-decoration: underline; color: var(--blue) }
-.stack { display: grid; gap: .75rem }
-.row { display: flex; flex-wrap: wrap; gap: .75rem; align-items: end } .grow { flex: 1 1 11rem }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(11rem, 45%), 1fr)); gap: .75rem }
-h1, h2 { font-size: 1.125rem; outline: none }
-small, dt, label { display: block; color: var(--soft); font-size: .875rem }
-dd, pre, #what { white-space: pre-wrap; max-height: 45vh; overflow: auto }
-dialog, #login { margin: auto; width: fit-content }
-b { display: block; overflow-wrap: normal } #counts b { font-size: 1.75rem }
-svg { width: 100%; height: 8rem; border-bottom: 1px solid var(--line) }
-table { border-collapse: collapse }
-th, td { min-width: 6rem; padding: .5rem .5rem .5rem 0; border-top: 1px solid var(--line); text-align: left; vertical-align: top }
-.pendente { color: var(--blue) } .processando, .sondando, .bloqueado { color: var(--amber) }
-.processado, #news { color: var(--green) } .erro, .parado, .trouble, .apagar { color: var(--red) }
-</style>
-<header class="row"><h1>buffer.py</h1><p id="news" class="grow" role="status"></p><button id="leave" hidden>Log out</button></header>
-<main><form id="login" class="stack" method="dialog" hidden>
-  <label class="stack">Token <input id="token" type="password" autocomplete="current-password" required aria-describedby="refused"></label>
-  <p id="refused" class="trouble"></p><button>Log in</button></form>
-<div id="inside" class="stack" hidden><p id="trouble" class="trouble" role="alert"></p>
-  <section class="stack" aria-labelledby="now"><h2 id="now" tabindex="-1">Now</h2>
-    <div id="counts" class="grid"></div><dl id="facts" class="grid"></dl></section>
-  <section class="stack" aria-labelledby="hour"><h2 id="hour">The last hour, by minute</h2>
-    <div class="row"><small id="scale" class="grow"></small><small id="in" class="pendente"></small><small id="out" class="processado"></small></div>
-    <svg viewBox="0 0 600 100" preserveAspectRatio="none" role="img" aria-labelledby="hour scale in out">
-      <path id="bars" class="pendente" fill="currentColor" opacity=".5" />
-      <path id="line" class="processado" fill="none" stroke="currentColor" stroke-width="2" vector-effect="non-scaling-stroke" /></svg></section>
-  <section class="stack" aria-labelledby="list"><h2 id="list" tabindex="-1">Messages</h2>
-    <form id="filter" class="row" method="dialog" role="search"><label class="stack">Source <select id="source"></select></label>
-      <label class="grow stack">Id of message or event <input id="find" type="search"></label><button>Search</button></form>
-    <dl id="why" class="grid"></dl>
-    <table aria-labelledby="list"><thead><tr><th scope="col">Message</th><th scope="col">Status</th><th scope="col">Source</th></tr></thead>
-      <tbody id="rows"></tbody></table><p id="none">No messages.</p>
-    <div class="row"><button id="newer">Newer</button><button id="older">Older</button></div></section></div></main>
-<dialog id="one" aria-labelledby="title"><div class="stack">
-  <form class="row" method="dialog"><h2 id="title" class="grow" tabindex="-1" autofocus></h2><button id="close">Close</button></form>
-  <p id="failed" class="trouble" role="alert"></p><div id="buttons" class="row"></div><dl id="about" class="grid"></dl>
-  <h2 id="body">Payload</h2><pre id="payload" tabindex="0" role="region" aria-labelledby="body"></pre>
-  <details><summary>Headers and query</summary><dl id="headers" class="grid"></dl></details></div></dialog>
-<dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what"><form class="stack" method="dialog">
-  <h2 id="question"></h2><p id="what"></p><label id="because" class="stack">Reason (optional) <textarea id="reason"></textarea></label>
-  <div class="row"><button autofocus>Cancel</button><button id="yes" value="yes"></button></div></form></dialog>
-<script>"use strict"
-const lang = document.documentElement.lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
-const TEXTS = WORDS[lang.slice(0, 2).toLowerCase()], t = text => TEXTS[text] ?? text
-const saved = sessionStorage, PAGE = 25, BIG = 2 ** 18 // messages, bytes
-const VERBS = { pendente: ["processado", "erro", "apagar"], processando: ["processado", "erro", "apagar"],
-  processado: ["reenviar", "apagar"], erro: ["reenviar", "processado", "apagar"] } // what can be done to it
-let where = { pages: [] }, shown, timer // pages: the ids below which they begin, but the first
-const $ = id => document.getElementById(id)
-const number = n => Math.floor(n).toLocaleString(lang), counted = n => `${number(n)} ${t(n === 1 ? "message" : "messages")}`
-const scaled = (n, unit, size, ...more) => n < 2 * size ? `${number(n)} ${unit}` : scaled(n / size, ...more)
-const lasted = seconds => seconds === null ? "–" : scaled(seconds, "s", 60, "min", 60, "h", 24, "d", Infinity)
-const bytes = n => scaled(n, "B", 1024, "KiB", 1024, "MiB", 1024, "GiB", Infinity)
-const query = values => new URLSearchParams(Object.entries(values).filter(([, value]) => value))
-const put = texts => { for (const id in texts) $(id).textContent = texts[id] }
-const sum = (list, part) => list.reduce((total, one) => total + one[part], 0)
-function make(name, values, ...inside) { // what is inside and no node becomes text, never markup
-  const node = Object.assign(document.createElement(name), values)
-  node.append(...inside)
-  return node }
-const button = (value, onclick, ...inside) => make("button", { value, onclick, className: value }, ...inside)
-const facts = (id, pairs) => $(id).replaceChildren(...pairs.map(([name, value, className = ""]) =>
-  make("div", {}, make("dt", {}, name), make("dd", { className }, [value].flat().join("\n")))))
-async function api(path, options) {
-  const answer = await fetch(path, { headers: { "X-Token": saved.token }, cache: "no-store", ...options })
-    .catch(() => { throw Error(t("No connection. Trying again.")) })
-  if (answer.ok) return answer.text()
-  const text = TEXTS[answer.status] ?? await answer.text()
-  if ([401, 429].includes(answer.status)) enter("", text) // 429 is for wrong tokens only
-  throw Error(text) }
-const json = async (path, options) => JSON.parse(await api(path, options))
-function enter(token, refused = "") { // or leave, with "", and keep nothing of what was shown
-  Object.assign(saved, { token, refused })
-  location.reload() }
-function show({ mensagens, mais_antiga, conversas, entrega, livre, arquivo, wal, versao, por_minuto }) {
-  const sources = ["", ...new Set(mensagens.map(({ fonte }) => fonte).filter(Boolean))]
-  if (sources.length > $("source").length) $("source").replaceChildren(...sources.map(value =>
-    make("option", { value, selected: value === where.fonte }, value || t("all"))))
-  for (const { value, firstChild } of $("counts").children)
-    firstChild.textContent = number(sum(mensagens.filter(({ status }) => !value || status === value), "quantidade"))
-  const cards = [[t("Waiting longest"), lasted(mais_antiga)]]
-  if (conversas) cards.push([t("Conversations"), [`${number(conversas.esperando)} ${t("esperando")}`,
-    `${t("the oldest")}: ${lasted(conversas.mais_antiga)}`, `${number(conversas.em_trabalho)} ${t("em_trabalho")}`]])
-  for (const { destino, estado, desde, em_voo, tentativas } of entrega ?? []) cards.push([`${t("Delivery")}: ${destino}`,
-    [`${t(estado)}, ${lasted(desde)}`, `${number(em_voo)} ${t("in flight")}`,
-      ...Object.entries(tentativas).map(([outcome, n]) => `${outcome}: ${number(n)}`)], estado])
-  facts("facts", [...cards, [t("Free on the disk"), bytes(livre)],
-    [t("Database + WAL"), `${bytes(arquivo)} + ${bytes(wal)}`], [t("Version"), versao]])
-  plot(por_minuto) }
-function plot(minutes) {
-  const most = Math.max(1, ...minutes.flatMap(([, ...both]) => both)), y = n => 100 - 96 * n / most
-  const clock = ([seconds]) => new Date(seconds * 1000).toLocaleTimeString(lang, { timeStyle: "short" })
-  $("bars").setAttribute("d", minutes.map(([, n], x) => `M${x * 10 + 1} 100V${y(n)}h8V100`).join(""))
-  $("line").setAttribute("d", "M" + minutes.map(([, , n], x) => `${x * 10 + 5} ${y(n)}`).join("L"))
-  put({ scale: `${clock(minutes[0])} – ${clock(minutes[59])}, ${t("at most")} ${number(most)}`,
-    in: `■ ${number(sum(minutes, 1))} ${t("received")}`, out: `— ${number(sum(minutes, 2))} ${t("settled")}` }) }
-async function list() {
-  const mine = where, { find, pages, ...filter } = where
-  const ask = values => json(`fila?${query(values)}`), at = Number(find)
-  const items = !find ? await ask({ ...filter, ordem: "desc", depois: pages.at(-1), limite: PAGE + 1 }) : [
-    ...await ask({ evento: find }),
-    ...(await ask({ depois: at - 1, limite: 1 })).filter(({ id, evento }) => id === at && evento !== find)]
-  if (mine !== where) return
-  for (const one of $("counts").children) one.ariaPressed = !find && one.value === (where.status ?? "")
-  $("newer").disabled = !pages.length, $("older").disabled = items.length <= PAGE
-  $("older").value = items[PAGE - 1]?.id, $("none").hidden = items.length > 0
-  if (shown !== (shown = JSON.stringify(items))) $("rows").replaceChildren(...items.slice(0, PAGE).map(row)) }
-const row = item => make("tr", { onclick: () => getSelection().isCollapsed && look(item) }, ...[
-  [button(item.id, undefined, item.id), new Date(item.recebido_em).toLocaleString(lang)],
-  [make("b", { className: item.status }, t(item.status)), item.motivo?.slice(0, 300) ?? ""],
-  [[item.fonte, item.caminho].filter(Boolean).join(" / "), item.evento ?? ""],
-].map(([first, second]) => make("td", {}, first, make("small", {}, second))))
-async function look({ id, tamanho }) {
-  const text = await api(`fila/${id}?completo=${Number(tamanho < BIG)}`), item = JSON.parse(text)
-  const { payload, codificacao, headers, query, id: same, status, cortado, ...others } = item
-  const hex = () => atob(payload).replace(/[^]/g, c => c.charCodeAt().toString(16).padStart(2, "0") + " ")
-  const body = codificacao ? hex() : typeof payload === "string" ? payload : indented(text)
-  put({ title: `${t("Message")} ${id}: ${t(status)}`, failed: "",
-    payload: cortado ? `${body}\n${t("… the rest is not shown")}` : body })
-  facts("about", Object.entries(others).map(([name, value]) =>
-    [t(name), /_(em|ate)$/.test(name) ? new Date(value).toLocaleString(lang) : `${value}`]))
-  facts("headers", [headers, query].flatMap(values => Object.entries(values ?? {})).map(([name, value]) => [name, `${value}`]))
-  $("buttons").replaceChildren(...VERBS[status].map(verb => button(verb, () => settle(item, verb), t(`do ${verb}`))))
-  if (status === "erro") $("buttons").append(button("all", () => replay(item.motivo), t("Replay all with this reason")))
-  if (!$("one").open) $("one").showModal() }
-function indented(item, depth = 0) { // by tokens: JSON.parse() would change 1.10, long integers and what is there twice
-  const line = step => "\n" + "  ".repeat(Math.min(depth += step, 20))
-  return item.replace(/("[^"\\]*(?:\\.[^"\\]*)*"|[[{]\s*[\]}])|([[{])|([\]}])|(,)|(:)|\s+/g, (_, whole, open, close, comma, colon) =>
-    whole ?? (open ? open + line(1) : close ? line(-1) + close : comma ? comma + line(0) : colon ? ": " : ""))
-    .match(/^ {2}"payload": ([^]*?),?\n(?= {2}"|})/m)[1].replace(/\n {2}/g, "\n") }
-async function act(verb, n, about, work) { // asks first and says how many; work() gives how many there were
-  put({ question: t(`do ${verb}`), yes: t(`do ${verb}`), what: `${counted(n)}: ${about}\n${t(`then ${verb}`)}` })
-  $("because").hidden = verb !== "erro", $("ask").returnValue = $("reason").value = ""
-  $("ask").showModal()
-  await new Promise(closed => { $("ask").onclose = closed })
-  if (!$("ask").returnValue) return
-  put({ news: `${t(`do ${verb}`)}: ${counted(await work($("reason").value))}` })
-  $("one").close()
-  await Promise.all([list(), reasons(), refresh()])
-  $("list").focus() }
-function settle(item, verb) {
-  const { id, status, tentativa } = item, leased = status === "processando" ? `\n${t("A consumer has it now.")}` : ""
-  const request = verb === "apagar" ? [`fila/${id}`, "DELETE"] : [`fila/${id}/${verb}?tentativa=${tentativa}`, "POST"]
-  return act(verb, 1, id + leased, reason => api(request[0], { method: request[1], body: reason || null })
-    .then(() => 1, error => look(item).then(() => { throw error }))) }
-async function replay(motivo, fonte) { // all that failed for this reason by now
-  const values = `motivo=${encodeURIComponent(motivo ?? "")}&${query({ fonte })}`
-  const [{ quantidade = 0, ate = 1 } = {}] = await json(`fila/motivos?${values}`)
-  await act("reenviar", quantidade, motivo ?? t("no reason given"), async function some() { // 5,000 at once
-    const { quantidade, mais } = await json(`fila/reenviar?status=erro&ate=${ate}&${values}`, { method: "POST" })
-    return mais ? quantidade + await some() : quantidade }) }
-async function reasons() {
-  const { status, fonte } = where, found = status === "erro" ? await json(`fila/motivos?${query({ fonte })}`) : []
-  facts("why", found.map(({ motivo, quantidade }) => [
-    button("reenviar", () => replay(motivo, fonte), `${t("do reenviar")}: ${counted(quantidade)}`), motivo ?? t("no reason given")])) }
-async function refresh() { // takes at most a twentieth of the time, none while nobody looks
-  const began = Date.now()
-  if (saved.token && !document.hidden) try {
-    show(await json("painel/dados"))
-    if (!$("one").open && !$("rows").matches(":hover, :focus-within") && getSelection().isCollapsed) await list()
-    put({ trouble: "" })
-  } catch (error) { put({ trouble: error.message }) }
-  clearTimeout(timer)
-  timer = setTimeout(refresh, Math.max(5000, 20 * (Date.now() - began))) }
-async function go(change) {
-  where = { ...where, pages: [], ...change }
-  await Promise.all([list(), reasons()])
-  $("list").focus() }
-for (const { firstChild } of document.querySelectorAll("h2, button, label, summary, th, #none"))
-  if (firstChild) firstChild.data = firstChild.data.replace(/\S.*\S/, t)
-$("counts").append(...["", "pendente", "processando", "processado", "erro"].map(value => button(value,
-  () => go({ status: value, find: $("find").value = "" }), make("b", {}, "–"), t(value || "all"))))
-$("filter").onsubmit = () => go({ fonte: $("source").value, find: $("find").value.trim() })
-$("older").onclick = () => go({ pages: [...where.pages, $("older").value] })
-$("newer").onclick = () => go({ pages: where.pages.slice(0, -1) })
-$("leave").onclick = () => enter("")
-$("login").onsubmit = () => enter(String.fromCharCode(...new TextEncoder().encode($("token").value.trim()))) // a header holds bytes
-addEventListener("unhandledrejection", event => {
-  event.preventDefault()
-  put({ [$("one").open ? "failed" : "trouble"]: event.reason.message }) })
-document.addEventListener("visibilitychange", refresh)
-put({ refused: saved.refused })
-$("login").hidden = !!saved.token, $("inside").hidden = $("leave").hidden = !saved.token
-$(saved.token ? "now" : "token").focus()
-refresh()
-</script>
+html { overflow-anchor: none }
+body {
+  font: 16px/1.4 system-ui, sans-serif;
+  max-width: 80rem;
+  margin: auto;
+  padding: .75rem .75rem 5rem;
+}
+h1, h2, h3 { font-size: 1.0625rem; outline: none }
+h1 { overflow-wrap: normal }
+small, dt, label, .soft { color: var(--soft); font-size: .875rem }
+section, #machine {
+  padding: .75rem 1rem;
+  border: 1px solid var(--line);
+  border-radius: .75rem;
+  background: Canvas;
+}
+#inside, .stack { display: grid; gap: .75rem }
+.row { display: flex; flex-wrap: wrap; gap: .5rem .75rem; align-items: center }
+.grow { flex: 1 1 8rem }
+.grid {
+  display: grid;
+  grid-template-columns: repeat(auto-fill, minmax(min(11rem, 45%), 1fr));
+  gap: .5rem .75rem;
+}
+button, input, select, textarea {
+  font: inherit;
+  font-size: 1rem;
+  min-height: 2.5rem;
+  padding: .25rem .75rem;
+  border: 1px solid var(--edge);
+  border-radius: .5rem;
+  background: Canvas;
+  color: CanvasText;
+}
+button, a, summary, .message, [type=checkbox] { cursor: pointer }
+button:hover, [aria-pressed=true] { border-color: CanvasText; box-shadow: 0 0 0 1px CanvasText }
+button[aria-busy=true] { opacity: .6; cursor: progress }
+button:disabled { color: var(--soft); border-color: var(--line); cursor: default }
+.small { min-height: 2rem; padding: .125rem .625rem; font-size: .9375rem }
+.main { background: CanvasText; color: Canvas }
+.main.apagar { background: var(--red); color: Canvas; border-color: var(--red) }
+[type=checkbox] { min-height: 0; width: 1.25rem; height: 1.25rem; accent-color: var(--blue) }
+.pendente, .link { color: var(--blue) }
+.processando, .sondando, .bloqueado, .limitado, .pausado { color: var(--amber) }
+.processado, .ok { color: var(--green) }
+.erro, .parado, .bad, .apagar { color: var(--red) }
+.zero { color: var(--soft) }
+.link { border: 0; padding: 0; min-height: 1.5rem; background: none; text-decoration: underline }
+
+header { padding-bottom: .5rem }
+#asof { white-space: nowrap }
+.stale #inside :is(b, .number, #flow, #asof) { color: var(--soft) }
+.busy::before {
+  content: "";
+  position: fixed;
+  z-index: 2;
+  inset: 0 0 auto;
+  height: 4px;
+  background: linear-gradient(90deg, var(--line), var(--blue), var(--line)) 0 / 50% 100%;
+  animation: busy 1s linear infinite;
+}
+@keyframes busy { to { background-position: -100% } }
+@media (prefers-reduced-motion: reduce) { .busy::before { animation: none } }
+#login { max-width: 24rem; margin: 20vh auto 0 }
+
+#state { border-left: .375rem solid var(--green) }
+#state.wrong { border-color: var(--red) }
+#state.unknown { border-color: var(--edge) }
+#problems { display: grid; gap: .5rem; padding: 0; list-style: none }
+#problems:empty { display: none }
+#counts { display: grid; grid-template-columns: repeat(4, 1fr); gap: .5rem }
+#counts button { padding: .25rem; overflow-wrap: normal }
+#counts b { display: block; font-size: 1.375rem }
+#counts span { font-size: clamp(.6875rem, 2.6vw, .9375rem) }
+.target { padding: .5rem 0; border-top: 1px solid var(--line) }
+.target:first-child { border: 0; padding-top: 0 }
+
+#plot { position: relative; height: 8rem; border-bottom: 1px solid var(--edge) }
+#plot svg { width: 100%; height: 100%; display: block }
+#plot small { position: absolute; right: 0; background: Canvas; font-size: .75rem; padding: 0 2px }
+#top { top: 0 }
+#middle { top: 50% }
+#at {
+  position: absolute;
+  inset: 0;
+  width: 100%;
+  height: 100%;
+  margin: 0;
+  padding: 0;
+  border: 0;
+  opacity: 0;
+  cursor: crosshair;
+}
+#plot:focus-within { outline: 2px solid var(--blue); outline-offset: 2px }
+
+#filter label { display: grid; gap: .125rem }
+#filter .row { align-items: end }
+#head { position: sticky; top: 0; z-index: 1; background: Canvas; padding: .25rem 0 }
+#rows, #why { padding: 0; list-style: none }
+.message, .reason { border-top: 1px solid var(--line); padding: .375rem .25rem }
+.message:hover, .message:focus-within { background: var(--tint) }
+.message {
+  display: grid;
+  grid-template: "choose id id status" "choose from why why" / 2rem fit-content(45%) 1fr auto;
+  column-gap: .5rem;
+}
+.message > * { overflow: hidden; white-space: nowrap; text-overflow: ellipsis }
+.message label { grid-area: choose; align-self: stretch; display: grid; place-items: center start }
+.message .id { grid-area: id; padding: .125rem 0 }
+.message .status { grid-area: status }
+.message .from { grid-area: from; font-size: .9375rem }
+.message .why { grid-area: why; line-height: 1.6 }
+.reason { display: grid; grid-template-columns: 4rem 1fr auto; gap: .75rem; align-items: center }
+.reason .number { text-align: right; font-weight: bold }
+.reason .text { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; text-align: left }
+.number { font-variant-numeric: tabular-nums }
+
+dialog { margin: auto; padding: 0; border: 1px solid var(--edge); border-radius: .75rem }
+dialog > * { padding: 1rem }
+dialog::backdrop { background: rgb(0 0 0 / .4) }
+#one { width: 48rem; max-width: 100%; max-height: 92vh }
+#ask { width: 28rem; max-width: calc(100% - 1.5rem) }
+#verbs {
+  position: sticky;
+  top: 0;
+  background: Canvas;
+  padding: .5rem 0;
+  border-bottom: 1px solid var(--line);
+}
+#verbs .apagar { margin-left: auto }
+pre {
+  white-space: pre-wrap;
+  font-size: .875rem;
+  border-left: 2px solid var(--line);
+  padding-left: .75rem;
+}
+dd, #what { white-space: pre-wrap }
+#tries { padding-left: 1.5rem; font-size: .9375rem }
+code { font-size: .9375rem }
+textarea { width: 100%; min-height: 4rem }
+
+#bar {
+  pointer-events: none;
+  position: fixed;
+  z-index: 3;
+  inset: auto 0 0;
+  margin: auto;
+  width: fit-content;
+  max-width: 46rem;
+  padding: .5rem .75rem;
+  display: grid;
+  gap: .375rem;
+}
+#bar > div {
+  pointer-events: auto;
+  padding: .375rem .375rem .375rem .875rem;
+  border-radius: .625rem;
+  border: 1px solid var(--edge);
+  border-left: .375rem solid currentColor;
+  background: Canvas;
+  box-shadow: 0 2px 12px rgb(0 0 0 / .3);
+}
+@media (min-width: 48rem) {
+  .message {
+    grid-template: "choose id status from why" / 2rem 10rem 11rem minmax(10rem, 2fr) 3fr;
+    padding: .5rem .25rem;
+  }
+}
+@media (max-width: 30rem) {
+  body { padding: .5rem .5rem 5rem }
+  section, #machine { padding: .5rem .625rem }
+  #one { height: 100%; max-height: 100%; border: 0; border-radius: 0 }
+  .reason { grid-template-columns: 3rem 1fr auto; gap: .5rem }
+}
+@media (max-width: 22rem) { #counts { grid-template-columns: 1fr 1fr } }
+@media (pointer: coarse) { button, input, select { min-height: 2.75rem } }
 """
 
-PAGE = PAGE.replace("WORDS", page_texts(), 1)
+PAGE_BODY = r"""
+<header class="row">
+  <h1>buffer.py</h1>
+  <small id="host"></small>
+  <small id="asof" class="grow"></small>
+  <button id="leave" class="small" data-t="leave" hidden></button>
+</header>
+<main>
+<form id="login" class="stack" method="dialog" hidden>
+  <input type="text" autocomplete="username" value="buffer.py" hidden>
+  <label class="stack"><span data-t="token"></span>
+    <input id="token" type="password" autocomplete="current-password" required
+      aria-describedby="which refused"></label>
+  <small id="which" data-t="token which"></small>
+  <label class="row"><input id="remember" type="checkbox"><span data-t="remember"></span></label>
+  <p id="refused" class="bad" role="alert"></p>
+  <button class="main" data-t="enter"></button>
+</form>
+<div id="inside" hidden>
+  <section id="state" class="stack unknown" aria-labelledby="verdict">
+    <h2 id="verdict" tabindex="-1" data-t="no data yet"></h2>
+    <ul id="problems"></ul>
+  </section>
+  <section id="first" class="stack" aria-labelledby="firsttitle" hidden>
+    <h2 id="firsttitle" data-t="first"></h2>
+    <div class="row"><code id="url" class="grow"></code>
+      <button id="copyurl" class="small" data-t="copy"></button></div>
+    <small data-t="first how"></small>
+    <code id="tryit"></code>
+  </section>
+  <section class="stack" aria-labelledby="now">
+    <h2 id="now" hidden data-t="queue"></h2>
+    <div id="counts"></div>
+    <p id="flow"></p>
+    <div id="others" class="row"></div>
+  </section>
+  <section id="delivery" class="stack" aria-labelledby="deliverytitle" hidden>
+    <h2 id="deliverytitle" data-t="delivery"></h2>
+    <div id="targets"></div>
+  </section>
+  <section class="stack" aria-labelledby="hour">
+    <div class="row"><h2 id="hour" class="grow" data-t="history"></h2>
+      <div id="periods" class="row"></div></div>
+    <div id="plot">
+      <svg id="chart" viewBox="0 0 600 100" preserveAspectRatio="none" role="img"
+          aria-labelledby="hour sums">
+        <path id="grid" stroke="currentColor" opacity=".25" vector-effect="non-scaling-stroke" />
+        <path id="bars" class="pendente" fill="currentColor" opacity=".5" />
+        <path id="begun" class="pendente" fill="currentColor" opacity=".25" />
+        <path id="bad" class="erro" fill="currentColor" />
+        <path id="line" class="processado" fill="none" stroke="currentColor" stroke-width="2"
+          vector-effect="non-scaling-stroke" />
+      </svg>
+      <small id="top"></small><small id="middle"></small>
+      <input id="at" type="range" min="0" data-label="pick a time">
+    </div>
+    <div class="row"><small id="ends"></small><small id="sums" class="grow"></small>
+      <button id="minute" class="small" data-t="list it" hidden></button></div>
+  </section>
+  <details id="machine"><summary data-t="machine"></summary>
+    <dl id="facts" class="grid"></dl></details>
+  <section id="failed" class="stack" aria-labelledby="whytitle" hidden>
+    <h2 id="whytitle" data-t="reasons"></h2>
+    <ul id="why"></ul>
+    <button id="morewhy" class="link"></button>
+  </section>
+  <section class="stack" aria-labelledby="list">
+    <form id="filter" method="dialog" role="search">
+      <div class="row">
+        <label class="grow"><span data-t="find"></span><input id="find" type="search"></label>
+        <button data-t="search"></button>
+        <label><span data-t="source"></span><select id="source"></select></label>
+        <label><span data-t="period"></span><select id="period"></select></label>
+      </div>
+    </form>
+    <div id="begin"></div>
+    <div id="head" class="stack">
+      <div class="row">
+        <h2 id="list" tabindex="-1" data-t="messages"></h2>
+        <button id="news" class="small main" hidden></button>
+        <div id="chips" class="row"></div>
+      </div>
+      <div id="sets" class="row" hidden></div>
+    </div>
+    <label class="row" id="allbox"><input id="all" type="checkbox"><span
+      data-t="choose all"></span></label>
+    <ul id="rows" aria-labelledby="list"></ul>
+    <p id="none" data-t="none" hidden></p>
+    <p id="progress" role="status"></p>
+    <div id="pager" class="row"><button id="newer" data-t="newer"></button>
+      <button id="older" data-t="older"></button></div>
+  </section>
+</div>
+</main>
+<dialog id="one" aria-labelledby="title"><div class="stack">
+  <div class="row"><h2 id="title" class="grow" tabindex="-1"></h2>
+    <button id="close" class="small" data-t="close"></button></div>
+  <p id="reason" class="erro"></p>
+  <div id="verbs" class="row"></div>
+  <dl id="about" class="grid"></dl>
+  <div id="tried" hidden><h3 data-t="tries"></h3><ol id="tries"></ol></div>
+  <div class="row"><h3 id="body" class="grow" data-t="payload"></h3>
+    <button id="copy" class="small" data-t="copy"></button>
+    <button id="curl" class="small" data-t="copy curl"></button>
+    <button id="download" class="small" data-t="download"></button></div>
+  <pre id="payload"></pre>
+  <details><summary data-t="headers"></summary><dl id="headers" class="grid"></dl></details>
+</div></dialog>
+<dialog id="ask" role="alertdialog" aria-labelledby="question" aria-describedby="what">
+  <form class="stack" method="dialog">
+    <h2 id="question"></h2>
+    <p id="what"></p>
+    <label id="because" class="stack"><span data-t="because"></span><textarea
+      id="why_not"></textarea></label>
+    <div class="row"><button id="no" data-t="cancel"></button>
+      <button id="yes" value="yes" class="main"></button></div>
+  </form>
+</dialog>
+<div id="bar">
+  <div id="link" class="row bad" role="alert" hidden><span class="grow"></span></div>
+  <div id="said" class="row" role="status" hidden><span class="grow"></span></div>
+</div>
+"""
+
+PAGE_SCRIPT = r"""
+"use strict"
+const lang = /^(pt|en)\b/i.test(navigator.language) ? navigator.language : "en"
+const TEXTS = WORDS[lang.slice(0, 2).toLowerCase()]
+const PAGE = 25 // messages
+const REASONS = 200 // of which the service tells at most
+const WHOLE = 4 * 2 ** 20 // bytes up to which a payload is shown as a whole
+const LIMITS = { patience: 15000, every: 5000, stale: 15000 } // milliseconds
+const VERBS = { // what can be done to a message, and to all of a status
+  pendente: ["agora", "processado", "erro", "apagar"],
+  processando: ["processado", "erro", "apagar"],
+  processado: ["reenviar", "apagar"],
+  erro: ["reenviar", "processado", "apagar"],
+}
+const NOTHING = { pages: [] } // pages: where they begin, but the first
+const chosen = new Set() // ids of messages
+let view = NOTHING // the filter
+let data = null // what /painel/dados has said last
+let shown = { items: [], more: null } // the page of the list
+let one = null // the message in the dialog
+let period = "hora"
+let series = [] // what the chart shows
+let seen = 0 // when `data` came
+let working = 0 // requests that somebody waits for
+let timer
+
+// Small things
+
+const $ = id => document.getElementById(id)
+const sum = (list, part) => list.reduce((total, item) => total + item[part], 0)
+const number = n => Math.floor(n).toLocaleString(lang)
+const query = values =>
+  new URLSearchParams(Object.entries(values).filter(([, value]) => value))
+
+function t(key, values = {}) {
+  const text = TEXTS[key] ?? key ?? "–"
+  return text.replace(/\{(\w+)\}/g, (_, name) => values[name] ?? "–")
+}
+
+function counted(n) {
+  return `${number(n)} ${t(n === 1 ? "message" : "of messages")}`
+}
+
+function scaled(n, units) {
+  const [unit, size] = units[0]
+  return n < 2 * size ? `${number(n)} ${unit}` : scaled(n / size, units.slice(1))
+}
+
+function lasted(seconds) {
+  if (seconds === null || seconds === undefined) return "–"
+  return scaled(Math.max(0, seconds), [["s", 60], ["min", 60], ["h", 24], ["d", Infinity]])
+}
+
+function bytes(n) {
+  return scaled(n, [["B", 1024], ["KiB", 1024], ["MiB", 1024], ["GiB", Infinity]])
+}
+
+function clock(when, exact = true) { // without the date when it is today's
+  const date = new Date(when)
+  const time = date.toLocaleTimeString(lang, { timeStyle: exact ? "medium" : "short" })
+  const today = date.toDateString() === new Date().toDateString()
+  return today ? time : `${date.toLocaleDateString(lang, { dateStyle: "short" })} ${time}`
+}
+
+function visible(text) { // what changes the direction of a line would hide what it holds
+  return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, c => `\\u${c.charCodeAt().toString(16)}`)
+}
+
+function make(name, values = {}, ...inside) { // what is inside becomes text, never markup
+  const node = Object.assign(document.createElement(name), values)
+  node.append(...inside.filter(part => part !== null && part !== undefined))
+  return node
+}
+
+function put(id, ...inside) {
+  $(id).replaceChildren(...inside.filter(part => part ?? false))
+}
+
+function button(text, work, className = "small", value = "") {
+  const node = make("button", { className, value, type: "button" }, text)
+  node.onclick = event => {
+    event.stopPropagation()
+    return doing(work, node)
+  }
+  return node
+}
+
+function facts(id, pairs) {
+  put(id, ...pairs.map(([name, value]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, visible(`${value}`)))))
+}
+
+// One place that asks the server
+
+async function ask(path, options = {}, read = "json") {
+  const headers = { "X-Token": token() }
+  const signal = AbortSignal.timeout(LIMITS.patience)
+  let answer
+  try {
+    answer = await fetch(path, { headers, signal, cache: "no-store", ...options })
+    if (answer.ok && answer.status !== 204) return await answer[read]()
+  } catch (error) {
+    const why = { TimeoutError: "late", AbortError: "late", SyntaxError: "foreign" }
+    throw Error(t(why[error.name] ?? "offline"))
+  }
+  if (!answer.ok) throw await refusal(answer)
+}
+
+async function refusal(answer) {
+  const { status } = answer
+  const own = /^text\/plain/.test(answer.headers.get("Content-Type"))
+  const text = own ? await answer.text() : ""
+  if (own && (status === 401 || status === 429)) leave(t(`${status}`)) // wrong tokens only
+  const known = status === 404 ? text.startsWith("mensagem") : TEXTS[status]
+  return Error(!own ? t("proxy", { status }) : known ? t(`${status}`) : text.trim())
+}
+
+const post = path => ask(path, { method: "POST" })
+
+function token() {
+  return localStorage.token || sessionStorage.token || ""
+}
+
+function enter() { // a header holds bytes
+  const bytes_ = new TextEncoder().encode($("token").value.trim())
+  const where = $("remember").checked ? localStorage : sessionStorage
+  where.token = String.fromCharCode(...bytes_)
+  sessionStorage.refused = ""
+  location.reload()
+}
+
+function leave(refused = "") { // and keep nothing of what was shown
+  localStorage.removeItem("token")
+  Object.assign(sessionStorage, { token: "", refused })
+  location.reload()
+}
+
+async function doing(work, node = null) { // what a person waits for
+  if (node?.ariaBusy === "true") return
+  if (node) node.ariaBusy = "true"
+  busy(1)
+  try {
+    await work()
+  } catch (error) {
+    say("said", t("not done", { error: error.message }), "bad")
+  } finally {
+    busy(-1)
+    if (node) node.ariaBusy = "false"
+  }
+}
+
+function busy(step) {
+  working += step
+  document.body.classList.toggle("busy", working > 0)
+}
+
+// One place that says things, until they are dismissed or replaced
+
+function say(id, text, kind = "ok") {
+  const dialog = [...document.querySelectorAll("dialog[open]")].pop()
+  const place = dialog ?? document.body // what is outside of a dialog cannot be clicked
+  if ($("bar").parentNode !== place) place.append($("bar"))
+  const line = $(id)
+  line.hidden = !text
+  line.className = `row ${kind}`
+  if (line.firstElementChild.textContent !== text) line.firstElementChild.textContent = text
+}
+
+function closed() { // a dialog has been, and the bar must not go with it
+  if (!$("bar").parentNode.open) document.body.append($("bar"))
+}
+
+// What is wrong, and how the queue stands
+
+function show(answer) {
+  data = answer
+  seen = Date.now()
+  $("asof").textContent = t("as of", { time: clock(seen) })
+  $("host").textContent = data.maquina ?? location.host
+  drawProblems(data.problemas ?? [])
+  drawSources()
+  drawCounts()
+  drawFlow()
+  drawTargets(data.entrega ?? [])
+  drawChart()
+  drawMachine()
+  const none = !Object.values(data.contadores?.recebidas ?? {}).some(Boolean)
+  $("first").hidden = !none || sum(data.mensagens, "quantidade") > 0
+}
+
+function drawProblems(problems) {
+  const n = problems.length
+  const bad = n > 0
+  $("state").className = `stack ${bad ? "wrong" : ""}`
+  $("verdict").className = bad ? "erro" : "processado"
+  $("verdict").textContent = !bad ? t("all well") : t(n === 1 ? "problem" : "problems", { n })
+  put("problems", ...problems.map(problem))
+  document.title = `${bad ? `(${n}) ` : ""}${$("host").textContent} · buffer.py`
+  icon(n)
+}
+
+function problem({ tipo, texto, desde, destino, numeros = {} }) {
+  const target = (data.entrega ?? []).find(item => item.destino === destino)
+  const size = tipo === "disk" ? bytes : number
+  const values = {
+    ...Object.fromEntries(Object.entries(numeros).map(([key, n]) => [key, size(n)])),
+    seconds: lasted(numeros.seconds),
+    reasons: Object.entries(numeros.reasons ?? {}).map(refused).join(", "),
+    target: target?.endereco ?? destino,
+    error: (target?.ultimo_erro ?? t(target?.estado)).replace(/[.\s]+$/, ""),
+    waiting: number(target?.esperando ?? 0),
+    next: soon(target?.proxima),
+  }
+  const key = `problem ${tipo}`
+  const since = { time: clock(Date.now() - 1000 * desde, false), age: lasted(desde) }
+  return make("li", {}, make("span", {}, visible(TEXTS[key] ? t(key, values) : texto)), " ",
+    make("small", {}, t("since", since)), " ", remedy(tipo, destino))
+}
+
+function soon(seconds) {
+  return seconds === 0 ? t("at once") : lasted(seconds)
+}
+
+function refused([reason, n]) {
+  return `${number(n)} × ${TEXTS[`refused ${reason}`] ?? reason}`
+}
+
+function remedy(tipo, destino) { // the button of a problem
+  if (tipo === "destino") return button(t("try now"), () => tell("tentar", destino))
+  if (tipo === "erro") return button(t("show"), () => go({ ...NOTHING, status: "erro" }, true))
+  const waits = ["age", "consumo", "queue"].includes(tipo)
+  if (waits) return button(t("show"), () => go({ ...NOTHING, status: "pendente" }, true))
+  return null
+}
+
+function icon(problems) { // seen without looking
+  const canvas = make("canvas", { width: 32, height: 32 })
+  const pen = canvas.getContext("2d")
+  pen.fillStyle = problems ? "#c8102e" : "#2e8b57"
+  pen.arc(16, 16, 15, 0, 7)
+  pen.fill()
+  pen.fillStyle = "white"
+  pen.font = "bold 22px sans-serif"
+  pen.textAlign = "center"
+  pen.fillText(problems || "✓", 16, 24)
+  $("icon").href = canvas.toDataURL()
+}
+
+function drawSources() {
+  const names = [...new Set(data.mensagens.map(({ fonte }) => fonte).filter(Boolean))].sort()
+  const failed = name => sum(data.mensagens.filter(({ fonte, status }) =>
+    fonte === name && status === "erro"), "quantidade")
+  const labels = ["", ...names].map(name => {
+    const n = name ? failed(name) : 0
+    return [name, (name || t("all")) + (n ? ` (${number(n)} ${t("erro")})` : "")]
+  })
+  const before = [...$("source").options].map(({ label }) => label).join()
+  if (before === labels.map(([, label]) => label).join()) return
+  options("source", labels, view.fonte ?? "")
+}
+
+function options(id, pairs, selected) {
+  put(id, ...pairs.map(([value, label]) =>
+    make("option", { value, label, selected: value === selected }, label)))
+}
+
+function total(status) { // of the source that is chosen
+  return sum(data.mensagens.filter(item => (!status || item.status === status) &&
+    (!view.fonte || item.fonte === view.fonte)), "quantidade")
+}
+
+function drawCounts() {
+  for (const node of $("counts").children) {
+    const n = total(node.value)
+    node.firstChild.textContent = number(n)
+    node.className = n ? node.value : "zero"
+    node.ariaPressed = `${view.status === node.value && !view.adiadas}`
+  }
+  const delayed = data.adiadas ?? 0
+  const which = { ...NOTHING, status: "pendente", adiadas: 1 }
+  put("others",
+    button(`${t("all")}: ${number(total(""))}`, () => go({ status: "", adiadas: "" }), "link"),
+    delayed && button(`${t("delayed")}: ${number(delayed)}`, () => go(which), "link"))
+}
+
+function drawFlow() { // by the last five whole minutes
+  const last = data.por_minuto.slice(-6, -1)
+  const came = sum(last, 1) / 5
+  const went = (sum(last, 2) + sum(last, 3)) / 5
+  const all = sum(data.mensagens.filter(({ status }) => /^p.*n/.test(status)), "quantidade")
+  const rate = n => n.toLocaleString(lang, { maximumFractionDigits: n < 10 ? 1 : 0 })
+  const parts = [t("rates", { in: rate(came), out: rate(went) })]
+  if (all && went > came) parts.push(t("empty in", { time: lasted(60 * all / (went - came)) }))
+  if (went < came) parts.push(t("grows", { n: rate(came - went) }))
+  if (all && went && went === came) parts.push(t("steady"))
+  const age = data.nao_resolvida ?? data.mais_antiga
+  if (all && age !== null) parts.push(t("oldest", { age: lasted(age) }))
+  $("flow").textContent = parts.join(" · ")
+}
+
+function drawTargets(targets) {
+  $("delivery").hidden = !targets.length
+  const before = document.activeElement?.value
+  put("targets", ...targets.map(target))
+  if (before?.includes(" ")) { // a button that has been drawn anew keeps the focus
+    [...$("targets").querySelectorAll("button")].find(({ value }) => value === before)?.focus()
+  }
+}
+
+function target(item) {
+  const { destino, endereco, estado, desde } = item
+  const { esperando, mais_antiga, em_voo, tentativas_5min, falhas_5min } = item
+  const error = { age: lasted(item.ultimo_erro_ha), error: item.ultimo_erro }
+  const lines = [
+    esperando && t("waiting n", { n: number(esperando) }),
+    esperando && t("oldest n", { age: lasted(mais_antiga) }),
+    em_voo && t("in flight", { n: number(em_voo) }),
+    tentativas_5min && t("five minutes", { n: number(tentativas_5min), m: number(falhas_5min) }),
+    item.ultimo_sucesso != null && t("last good", { age: lasted(item.ultimo_sucesso) }),
+    item.proxima && t("next try", { age: lasted(item.proxima) }),
+    ...Object.entries(item.tentativas ?? {}).map(([key, n]) => `${outcome(key)}: ${number(n)}`),
+  ]
+  const since = desde == null ? "" : `, ${lasted(desde)}`
+  return make("div", { className: "target" },
+    make("div", { className: "row" },
+      make("b", { className: "grow" }, endereco ? `${destino} · ${endereco}` : destino),
+      make("b", { className: estado }, t(estado) + since), ...controls(item)),
+    make("small", {}, lines.filter(Boolean).join(" · ")),
+    item.ultimo_erro && make("p", { className: "soft" }, visible(t("last error", error))))
+}
+
+function outcome(key) {
+  return TEXTS[`outcome ${key}`] ?? key
+}
+
+function controls({ destino, estado, problema }) {
+  const verb = estado === "pausado" ? ["retomar", "resume"] : ["pausar", "pause"]
+  const control = ([path, text]) =>
+    button(t(text), () => tell(path, destino), "small", `${path} ${destino}`)
+  return [verb, ...(problema ? [["tentar", "try now"]] : [])].map(control)
+}
+
+async function tell(verb, destino) {
+  await post(`entrega/${verb}?${query({ destino })}`)
+  say("said", t("target done", { name: destino }))
+  await refresh()
+}
+
+function drawMachine() {
+  const { conversas: talks, livre, arquivo, wal, versao } = data
+  facts("facts", [
+    [t("disk"), bytes(livre)],
+    [t("database"), `${bytes(arquivo)} + ${bytes(wal)}`],
+    [t("version"), versao],
+    ...talks ? [[t("conversations"), t("talks", { n: number(talks.esperando),
+      age: lasted(talks.mais_antiga), m: number(talks.em_trabalho) })]] : [],
+  ])
+}
+
+// The chart
+
+function drawChart() {
+  series = period === "hora" ? data.por_minuto : data.por_periodo ?? series
+  const high = Math.max(2, ...series.flatMap(([, came, done, failed]) => [came, done, failed]))
+  const wide = 600 / series.length
+  const y = n => 100 - 92 * (n ?? 0) / high
+  const bar = n => (row, x) => row[n] ? `M${x * wide + .1 * wide} 100V${y(row[n])}h${
+    .8 * wide}V100` : ""
+  $("grid").setAttribute("d", `M0 ${y(high)}H600M0 ${y(high / 2)}H600`)
+  const came = series.map(bar(1))
+  $("begun").setAttribute("d", came.pop()) // is not over, and pale
+  $("bars").setAttribute("d", came.join(""))
+  $("bad").setAttribute("d", series.map(bar(3)).join(""))
+  const whole = series.slice(0, -1) // the last one has only begun
+  $("line").setAttribute("d", `M${whole.map((row, x) => `${(x + .5) * wide} ${y(row[2])}`)
+    .join("L")}`)
+  $("top").textContent = number(high)
+  $("middle").textContent = number(high / 2)
+  $("at").max = series.length - 1
+  $("ends").textContent = `${clock(1000 * series[0][0], false)} –`
+  const sums = [1, 2, 3].map(part => sum(series, part))
+  if ($("minute").hidden) valuesOf("", sums)
+  for (const node of $("periods").children) node.ariaPressed = `${node.value === period}`
+}
+
+function valuesOf(time, values) { // each in the colour that it has in the chart
+  const names = ["received", "done", "failed"]
+  const colours = ["pendente", "processado", "erro"]
+  put("sums", time && `${time} · `, ...values.map((n, at) => make("span", {
+    className: colours[at] }, `${at === 1 ? "—" : "■"} ${number(n)} ${t(names[at])} `)))
+}
+
+function choosePeriod(name) {
+  period = name
+  $("minute").hidden = true
+  return refresh()
+}
+
+function touch(index) {
+  const row = series[Math.max(0, Math.min(series.length - 1, index))]
+  if (!row) return
+  $("at").value = series.indexOf(row)
+  $("minute").hidden = false
+  valuesOf(clock(1000 * row[0], false), row.slice(1))
+  $("at").setAttribute("aria-valuetext", $("sums").textContent)
+}
+
+function listMinute() {
+  const begins = series[$("at").value][0]
+  const end = begins + series[1][0] - series[0][0] - 1
+  return go({ desde: iso(begins), ate: iso(end), pages: [] }, true)
+}
+
+function iso(seconds) {
+  return new Date(1000 * seconds).toISOString().slice(0, 19) + "Z"
+}
+
+// The list
+
+function filter({ status, fonte, motivo, parecido, adiadas, desde, ate } = view) {
+  return { status, fonte, motivo, parecido, adiadas, desde, ate }
+}
+
+function criteria(where) { // motivo="" means those without one
+  const text = query(where)
+  return where.motivo === "" ? `${text}&motivo=` : `${text}`
+}
+
+async function load() { // the list and the reasons, of one and the same filter
+  const mine = view
+  const fresh = () => mine === view
+  const [page, reasons] = await Promise.all([
+    mine.busca ? search(mine, fresh) : fetchPage(mine), fetchReasons(mine)])
+  if (!fresh()) return
+  draw(page)
+  drawReasons(reasons)
+}
+
+async function fetchPage(mine) {
+  const more = { ordem: "desc", depois: mine.pages.at(-1), limite: PAGE + 1 }
+  const found = await ask(`fila?${criteria(filter(mine))}&${query(more)}`)
+  const items = found.slice(0, PAGE)
+  return { items, more: found.length > PAGE ? items.at(-1).id : null }
+}
+
+async function search(mine, fresh) { // slice by slice; senders have half of the time
+  const items = []
+  let next = mine.pages.at(-1)
+  do {
+    const began = Date.now()
+    const values = { busca: mine.busca, limite: PAGE - items.length }
+    const where = { ...filter(mine), ...next ? { ate: next } : {} }
+    const found = await ask(`fila?${criteria(where)}&${query(values)}`)
+    if (!fresh()) return null
+    items.push(...found.mensagens.filter(({ id }) => !items.some(item => item.id === id)))
+    next = found.ate
+    draw({ items, more: null })
+    $("none").hidden = true
+    $("progress").textContent = next ? t("searching", { time: `#${next}` }) : ""
+    await new Promise(done => setTimeout(done, Math.min(500, Date.now() - began)))
+  } while (next && items.length < PAGE)
+  if (fresh()) $("progress").textContent = ""
+  return { items, more: next }
+}
+
+function draw(page) {
+  shown = page
+  $("news").hidden = true
+  put("rows", ...page.items.map(message))
+  $("none").hidden = page.items.length > 0
+  $("newer").disabled = !view.pages.length
+  $("older").disabled = !page.more
+  $("pager").hidden = !view.pages.length && !page.more
+  $("allbox").hidden = !page.items.length
+  $("all").checked = false
+  drawSets()
+}
+
+function message(item) {
+  const { id, status, fonte, caminho, motivo, disponivel_em: later } = item
+  const box = make("input", { type: "checkbox", checked: chosen.has(id), value: id })
+  box.ariaLabel = t("choose", { id })
+  box.onchange = () => choose([id], box.checked)
+  const waits = status === "pendente" && later && new Date(later) > Date.now()
+  const state = t(status) + (waits ? ` ${t("until", { time: clock(later, false) })}` : "")
+  const row = make("li", { className: "message" },
+    make("label", { onclick: event => event.stopPropagation() }, box),
+    make("span", { className: "id" }, make("a", { href: `#${id}` }, `${id}`), " ",
+      make("small", {}, clock(item.recebido_em))),
+    make("b", { className: `status ${status}` }, state),
+    make("span", { className: "from" }, [fonte, caminho].filter(Boolean).join(" / ") || "–"),
+    make("small", { className: `why ${motivo ? "erro" : ""}` }, motivo ?? about(item)))
+  row.onclick = event => {
+    const choosing = !getSelection().isCollapsed || event.target.closest("a, label")
+    if (!choosing) location.hash = id
+  }
+  return row
+}
+
+function about({ chave, evento, payload, codificacao }) { // whom or what it is about
+  const leaves = value => value === null || typeof value !== "object" ? [`${value}`]
+    : Object.values(value).flatMap(leaves)
+  const parts = [chave, evento, ...codificacao ? [] : leaves(payload)]
+  return visible(parts.filter(Boolean).join(" · ").slice(0, 300))
+}
+
+async function go(change, scroll = false) {
+  view = { ...view, pages: [], ...change }
+  if (change.status !== undefined) for (const key of ["motivo", "parecido"]) {
+    if (change[key] === undefined) delete view[key]
+  }
+  if (change.status !== undefined && !change.adiadas) delete view.adiadas
+  chosen.clear()
+  keep()
+  if (data) drawCounts()
+  await load()
+  const top = scroll && change.status && !$("failed").hidden ? "failed" : "begin"
+  if (scroll || change.pages) $(top).scrollIntoView()
+  $("list").focus({ preventScroll: true })
+}
+
+function keep() { // the filter in the address, and the address in the filter
+  const { pages, ...values } = view
+  history.replaceState(null, "", `#${criteria(values)}`)
+  $("find").value = view.busca ?? ""
+  $("source").value = view.fonte ?? ""
+  drawChips()
+}
+
+function drawChips() {
+  const { parecido, motivo, desde, ate, adiadas, busca, status } = view
+  const time = [desde, ate].map(text => text ? clock(text, false) : "").join(" – ")
+  const chip = (text, ...names) => {
+    const off = Object.fromEntries(names.map(name => [name, undefined]))
+    const node = button(`${text.slice(0, 60)} ✕`, () => go({ ...view, ...off, pages: [] }))
+    node.ariaLabel = t("without filter", { what: text })
+    return node
+  }
+  put("chips", status && chip(t(adiadas ? "delayed" : status), "status", "adiadas", "parecido",
+    "motivo"), (parecido ?? motivo ?? "") !== "" && chip(parecido ?? motivo, "parecido", "motivo"),
+  motivo === "" && chip(t("no reason given"), "motivo"),
+  (desde || ate) && chip(time, "desde", "ate"), busca && chip(busca, "busca"))
+}
+
+// What is done to many
+
+function choose(ids, on) {
+  for (const id of ids) on ? chosen.add(id) : chosen.delete(id)
+  drawSets()
+}
+
+function drawSets() {
+  const all = view.status && !view.busca && shown.items.length > 0
+  const states = shown.items.filter(({ id }) => chosen.has(id)).map(({ status }) => status)
+  const verbs = chosen.size ? [...new Set(states.flatMap(status => VERBS[status]))]
+    : (VERBS[view.status] ?? []).filter(verb =>
+      (verb !== "agora" || view.adiadas) && view.status !== "processando")
+  $("sets").hidden = !verbs.length || !(all || chosen.size)
+  const label = chosen.size ? t("chosen", { n: number(chosen.size) }) : t("these")
+  const work = verb => chosen.size ? actChosen(verb, [...chosen]) : actAll(verb, filter())
+  put("sets", make("small", {}, label), ...verbs.map(verb =>
+    button(t(`do ${verb}`), () => work(verb), `small ${verb === "apagar" ? verb : ""}`, verb)))
+}
+
+function request(verb, id = "") { // [path, method]
+  const at = id ? `/${id}` : ""
+  if (verb === "apagar") return [`fila${at}`, "DELETE"]
+  return [`fila${at}/${verb === "agora" ? "devolver" : verb}`, "POST"]
+}
+
+async function actChosen(verb, ids) {
+  const reason = await confirm_(verb, ids.length, ids.slice(0, 20).join(", "))
+  if (reason === null) return
+  let done = 0
+  if (verb === "apagar") {
+    for (const id of ids) done += await ask(...erase(id)).then(() => 1, () => 0)
+  } else {
+    const [path] = request(verb)
+    const body = JSON.stringify({ ids, ...reason && { motivo: reason } })
+    const now = verb === "agora" ? "?em=0" : ""
+    const answer = await ask(path + now, { method: "POST", body })
+    done = answer.ids.length
+  }
+  chosen.clear()
+  const missed = ids.length - done
+  const rest = missed ? ` ${t("not all", { n: number(missed) })}` : ""
+  await acted(t(`was ${verb}`, { n: counted(done) }) + rest, missed ? "bad" : "ok")
+}
+
+function erase(id) {
+  return [`fila/${id}`, { method: "DELETE" }, "text"]
+}
+
+async function actAll(verb, where) { // what a filter lets through by now, 5,000 at once
+  if (verb === "agora") where = { ...where, adiadas: 1 }
+  const { quantidade, ate, mais } = await ask(`fila/quantas?${criteria(where)}`)
+  if (!quantidade) return say("said", t("none"))
+  const what = [where.fonte, where.parecido ?? where.motivo ?? t(where.status)]
+  const n = mais ? t("at least", { n: number(quantidade) }) : quantidade
+  if (await confirm_(verb, n, what.filter(Boolean).join(": "), false) === null) return
+  const [path, method] = request(verb)
+  const now = verb === "agora" ? "&em=0" : ""
+  let done = 0
+  let answer
+  try {
+    do {
+      answer = await ask(`${path}?${criteria({ ...where, ate })}${now}`, { method })
+      done += answer.quantidade
+    } while (answer.mais && answer.quantidade)
+  } catch (error) {
+    throw Error(t("stopped at", { n: number(done), m: number(quantidade), error: error.message }))
+  }
+  shut()
+  await acted(t(`was ${verb}`, { n: counted(done) }))
+}
+
+async function act(verb, item) { // to one message
+  const what = [item.id, item.fonte, about(item).slice(0, 80)].filter(Boolean).join(" · ")
+  const more = item.status === "processando" ? `\n${t("leased")}` : ""
+  const reason = await confirm_(verb, 1, what + more)
+  if (reason === null) return
+  const [path, method] = request(verb, item.id)
+  const fence = verb === "apagar" ? "" : `?${query({ tentativa: `${item.tentativa}`,
+    em: verb === "agora" && "0" })}`
+  try {
+    await ask(path + fence, { method, body: reason || null }, "text")
+  } catch (error) {
+    await look(item.id).catch(() => {})
+    throw error
+  }
+  shut()
+  await acted(t(`was ${verb}`, { n: `${counted(1)} (${item.id})` }))
+}
+
+async function acted(text, kind) {
+  say("said", text, kind)
+  await Promise.all([load(), refresh()])
+}
+
+async function confirm_(verb, n, what, reasons = true) { // the reason, or null
+  const many = typeof n === "number" ? counted(n) : `${n} ${t("of messages")}`
+  $("question").textContent = `${t(`do ${verb}`)}: ${many}`
+  $("what").textContent = visible(`${what}\n${t(`then ${verb}`)}`)
+  $("yes").textContent = t(`do ${verb}`)
+  $("yes").className = `main ${verb}`
+  $("because").hidden = verb !== "erro" || !reasons
+  $("ask").returnValue = $("why_not").value = ""
+  $("ask").showModal()
+  $("no").focus()
+  busy(-1) // it waits for the person
+  await new Promise(done => { $("ask").onclose = done })
+  busy(1)
+  closed()
+  return $("ask").returnValue ? $("why_not").value : null
+}
+
+// Why messages have failed
+
+async function fetchReasons({ status, fonte, desde, ate, parecido, motivo, busca }) {
+  if (status !== "erro" || busca || parecido !== undefined || motivo !== undefined) return []
+  return ask(`fila/motivos?${query({ fonte, desde, ate, agrupar: 1 })}`)
+}
+
+function drawReasons(reasons, few = 5) {
+  $("failed").hidden = !reasons.length
+  put("why", ...reasons.slice(0, few).map(reason))
+  const rest = reasons.length - few
+  $("morewhy").hidden = rest <= 0
+  const most = reasons.length === REASONS ? "+" : ""
+  $("morewhy").textContent = t("more reasons", { n: number(rest) + most })
+  $("morewhy").onclick = () => drawReasons(reasons, reasons.length)
+}
+
+function reason({ motivo, quantidade, motivos }) {
+  const same = motivo === null ? { motivo: "" } : { parecido: motivo }
+  const where = { ...filter(), ...same }
+  const more = motivos > 1 ? ` (+${number(motivos - 1)})` : "" // but for numbers in it
+  const list = () => go({ ...where, pages: [] }, true)
+  return make("li", { className: "reason" },
+    make("span", { className: "number" }, number(quantidade)),
+    button(visible(motivo ?? t("no reason given")) + more, list, "link text"),
+    button(t("do reenviar"), () => actAll("reenviar", where), "small", "reenviar"))
+}
+
+// One message
+
+async function look(id) {
+  const item = await ask(`fila/${id}?completo=0`)
+  const again = one?.id === item.id
+  one = item
+  drawOne(item)
+  if (!$("one").open) {
+    $("one").showModal()
+    $("title").focus()
+  }
+  if (!again) await drawPayload(item)
+}
+
+function shut() { // at once: the event comes later, when another may be open
+  $("one").close()
+  one = null
+  closed()
+  keep()
+}
+
+function drawOne(item) {
+  const { id, status, motivo, historico, headers: sent, query: asked, ...others } = item
+  const hidden = ["payload", "cortado", "codificacao"]
+  $("title").textContent = t("message n", { id, status: t(status) })
+  $("title").className = `grow ${status}`
+  $("reason").textContent = visible(motivo ?? "")
+  $("reason").hidden = !motivo
+  const verbs = VERBS[status].filter(verb => verb !== "agora" || item.disponivel_em)
+  const nodes = verbs.map((verb, n) => button(t(`do ${verb}`), () => act(verb, item),
+    n ? verb : "main", verb))
+  const all = { status, parecido: motivo, fonte: view.fonte }
+  const alike = button(t("do alike"), () => actAll("reenviar", all), "", "all")
+  put("verbs", ...nodes.slice(0, -1), status === "erro" && motivo && alike, nodes.at(-1))
+  facts("about", Object.entries(others).filter(([name]) => !hidden.includes(name))
+    .map(([name, value]) => [t(name), /_(em|ate)$/.test(name) ? clock(value) : value]))
+  facts("headers", [sent, asked].flatMap(values => Object.entries(values ?? {})))
+  drawTries(historico ?? [])
+}
+
+function drawTries(tries) {
+  $("tried").hidden = !tries.length
+  put("tries", ...tries.map(({ em, por, fim, durou, motivo }) => {
+    const parts = [clock(em), por, t(fim ?? "processando"), durou == null ? "" : lasted(durou)]
+    return make("li", {}, visible([...parts, motivo].filter(Boolean).join(" · ")))
+  }))
+}
+
+async function drawPayload({ id, tamanho, payload, codificacao }) {
+  $("payload").textContent = ""
+  const whole = tamanho <= WHOLE
+  const body = whole ? new Uint8Array(await ask(`fila/${id}/payload`, {}, "arrayBuffer")) : null
+  if (one?.id !== id) return
+  const text = whole ? textOf(body) : codificacao ? null : payload
+  const start = body?.slice(0, 512) ?? Uint8Array.from(atob(codificacao ? payload : ""),
+    c => c.charCodeAt())
+  const what = text === null ? `${t("binary", { n: bytes(tamanho) })}\n${hex(start)}`
+    : visible(whole ? pretty(text) : text)
+  $("payload").textContent = what + (whole ? "" : `\n${t("cut")}`)
+}
+
+function textOf(body) {
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(body)
+  } catch {
+    return null
+  }
+}
+
+function hex(body) {
+  return [...body].map(byte => byte.toString(16).padStart(2, "0")).join(" ")
+}
+
+function pretty(text) {
+  try {
+    JSON.parse(text)
+  } catch {
+    return text
+  }
+  return indented(text)
+}
+
+function indented(text) { // by tokens: JSON.parse() would change 1.10, and what is there twice
+  const token_ = /("[^"\\]*(?:\\.[^"\\]*)*"|[[{]\s*[\]}])|([[{])|([\]}])|(,)|(:)|\s+/g
+  let depth = 0
+  const line = step => "\n" + "  ".repeat(Math.min(depth += step, 20))
+  return text.replace(token_, (_, whole, open, close, comma, colon) => {
+    if (whole) return whole.length > 2000 ? shortened(whole) : whole
+    if (open) return open + line(1)
+    if (close) return line(-1) + close
+    if (comma) return comma + line(0)
+    return colon ? ": " : ""
+  })
+}
+
+function shortened(text) { // what it is, instead of kilobytes of base64
+  const kinds = { "/9j/": "JPEG", iVBOR: "PNG", R0lGOD: "GIF", UklGR: "WebP/WAV", JVBER: "PDF",
+    T2dnUw: "Ogg", SUQz: "MP3", AAAA: "MP4", UEsDB: "ZIP" }
+  const start = text.slice(1, 80).replace(/^data:[^,]*,/, "")
+  const kind = Object.entries(kinds).find(([magic]) => start.startsWith(magic))?.[1]
+  const what = { n: number(text.length - 2), kind: kind ?? t("some text") }
+  return `${text.slice(0, 60)}… (${t("long text", what)})"`
+}
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text) // there only by https or on localhost
+    say("said", t("copied"))
+  } catch {
+    const area = make("textarea", { value: text })
+    const place = $("one").open ? $("one") : document.body
+    place.append(area)
+    area.select()
+    const done = document.execCommand("copy")
+    area.remove()
+    say("said", t(done ? "copied" : "not copied"), done ? "ok" : "bad")
+  }
+}
+
+async function wholeText() {
+  const body = await ask(`fila/${one.id}/payload`, {}, "arrayBuffer")
+  return textOf(new Uint8Array(body))
+}
+
+async function copyPayload() {
+  const text = await wholeText()
+  if (text === null) throw Error(t("binary", { n: bytes(one.tamanho) }))
+  await copy(text)
+}
+
+async function copyCommand() {
+  const quote = text => `'${text.replaceAll("'", `'\\''`)}'`
+  const small = one.tamanho < 100_000
+  const text = small ? await wholeText() : null
+  const path = [one.fonte, one.caminho].filter(Boolean).join("/")
+  const url = new URL(`webhook/${path}`.replace(/\/$/, ""), location.href)
+  const kept = Object.entries(one.headers ?? {}).filter(([name]) =>
+    !/^(host|content-length|accept-encoding)$/.test(name))
+  const lines = [`curl ${quote(url.href)}`, `-H "X-Token: $TOKEN"`,
+    ...kept.map(([name, value]) => `-H ${quote(`${name}: ${value}`)}`),
+    `--data-binary ${text === null ? `@mensagem-${one.id}` : quote(text)}`]
+  await copy(lines.join(" \\\n  "))
+}
+
+async function download() {
+  const body = await ask(`fila/${one.id}/payload`, {}, "blob")
+  const href = URL.createObjectURL(body)
+  make("a", { href, download: `mensagem-${one.id}` }).click()
+  setTimeout(() => URL.revokeObjectURL(href), 1000)
+}
+
+function opened() { // by an address such as /painel#2125
+  const found = /^#(\d{1,18})$/.exec(location.hash)
+  if (found) return doing(() => look(found[1]))
+  const { pages, ...same } = view
+  const asked = Object.fromEntries(new URLSearchParams(location.hash.slice(1)))
+  if (criteria(asked) !== criteria(same)) return doing(() => {
+    view = { pages: [] }
+    return go(asked)
+  })
+}
+
+// Again and again
+
+async function refresh() { // takes at most a twentieth of the time, none while nobody looks
+  clearTimeout(timer)
+  const began = Date.now()
+  let wait = LIMITS.every
+  try {
+    if (token() && !document.hidden) await update()
+    say("link", "")
+    wait = Math.min(60000, Math.max(wait, 20 * (Date.now() - began)))
+  } catch (error) {
+    say("link", t("old numbers", { error: error.message }), "bad")
+  }
+  clearTimeout(timer)
+  timer = setTimeout(refresh, wait)
+}
+
+async function update() {
+  const wanted = period === "hora" ? "" : `?periodo=${period}`
+  const answer = await ask(`painel/dados${wanted}`)
+  steady(() => show(answer))
+  if ($("one").open && one && !$("ask").open) {
+    const item = await ask(`fila/${one.id}?completo=0`).catch(() => null) // it may be erased
+    const changed = JSON.stringify(item) !== JSON.stringify(one)
+    if (item && one?.id === item.id && changed) drawOne(one = item)
+  }
+  if (!view.busca && !working) await news()
+}
+
+function steady(change) { // what is above the list must not move it
+  const anchor = $("rows")
+  const before = scrollY > 50 ? anchor.getBoundingClientRect().top : null
+  change()
+  if (before !== null) scrollBy(0, anchor.getBoundingClientRect().top - before)
+}
+
+function still() { // somebody is at work in the list, or about to tap a row
+  return scrollY > 50 || chosen.size || $("one").open || !getSelection().isCollapsed ||
+    $("rows").matches(":hover, :focus-within")
+}
+
+async function news() {
+  const mine = view
+  const page = await fetchPage(mine)
+  if (mine !== view || JSON.stringify(page) === JSON.stringify(shown)) return
+  if (!still()) {
+    const reasons = await fetchReasons(mine)
+    if (mine !== view || still()) return
+    draw(page)
+    drawReasons(reasons)
+    return
+  }
+  const newest = shown.items[0]?.id ?? 0
+  const n = page.items.filter(({ id }) => id > newest).length
+  steady(() => {
+    $("news").hidden = false
+    $("news").textContent = n ? t("new ones", { n: n < PAGE ? n : `${n}+` }) : t("changed")
+  })
+}
+
+function aging() {
+  document.body.classList.toggle("stale", seen > 0 && Date.now() - seen > LIMITS.stale)
+}
+
+// The start
+
+function prepare() {
+  document.documentElement.lang = lang
+  for (const node of document.querySelectorAll("[data-t]")) node.textContent = t(node.dataset.t)
+  $("at").ariaLabel = t("pick a time")
+  put("counts", ...Object.keys(VERBS).map(status => {
+    const node = button("", () => go({ status, busca: undefined }), "zero", status)
+    node.append(make("b", {}, "–"), make("span", {}, t(status)))
+    node.firstChild.remove()
+    return node
+  }))
+  put("periods", ...["hora", "dia", "semana"].map(name =>
+    button(t(name), () => choosePeriod(name), "small", name)))
+  const ages = [900, 3600, 86400, 604800].map(n => [`${n}`, t(`last ${n}`)])
+  options("period", [["", t("any time")], ...ages], "")
+  for (const id of ["link", "said"]) {
+    const close = button("✕", () => say(id, ""), "small")
+    close.ariaLabel = t("dismiss")
+    $(id).append(close)
+  }
+}
+
+function invite() { // senders of a new installation
+  const url = new URL("webhook", location.href)
+  url.searchParams.set("token", t("your token"))
+  $("url").textContent = url
+  $("tryit").textContent = `curl -d '{"ok":1}' '${url}'`
+}
+
+function listen() {
+  const on = (id, work) => { $(id).onclick = () => doing(work, $(id)) }
+  on("newer", () => go({ pages: view.pages.slice(0, -1) }))
+  on("older", () => go({ pages: [...view.pages, shown.more] }))
+  on("news", () => go({ pages: view.pages }))
+  on("leave", () => leave())
+  on("close", shut)
+  on("copy", copyPayload)
+  on("curl", copyCommand)
+  on("download", download)
+  on("copyurl", () => copy($("url").textContent))
+  on("minute", listMinute)
+  $("all").onchange = () => {
+    const boxes = [...$("rows").querySelectorAll("input")]
+    for (const box of boxes) box.checked = $("all").checked
+    choose(boxes.map(({ value }) => Number(value)), $("all").checked)
+  }
+  $("source").onchange = () => doing(() => go({ fonte: $("source").value }))
+  $("period").onchange = () => doing(() => go({ ate: undefined,
+    desde: $("period").value ? iso(Date.now() / 1000 - $("period").value) : undefined }))
+  $("filter").onsubmit = () => doing(() => go({ busca: wanted($("find").value.trim()) }))
+}
+
+function listenToChart() {
+  const at = $("at")
+  at.onclick = () => doing(listMinute)
+  at.oninput = () => touch(Number(at.value))
+  at.onkeydown = event => { if (event.key === "Enter") doing(listMinute) }
+  at.onpointermove = at.onpointerdown = ({ offsetX }) =>
+    touch(Math.floor(series.length * offsetX / at.clientWidth))
+}
+
+function wanted(text) { // #2125, 2.125 and +55 (11) 98765-4321 are numbers
+  const digits = text.replace(/\D/g, "")
+  return /^[#+\d\s().,-]+$/.test(text) && digits ? digits : text
+}
+
+function listenToAll() {
+  $("login").onsubmit = enter
+  $("one").oncancel = event => {
+    event.preventDefault()
+    shut()
+  }
+  $("one").onclose = () => { if (one && !$("one").open) shut() }
+  addEventListener("hashchange", opened)
+  addEventListener("keydown", event => {
+    const typing = event.target.closest("input, textarea, select, dialog")
+    if (event.key !== "/" || typing || event.ctrlKey || event.metaKey) return
+    event.preventDefault()
+    $("find").focus()
+  })
+  document.addEventListener("visibilitychange", refresh)
+  setInterval(aging, 1000)
+}
+
+async function start() {
+  prepare()
+  invite()
+  listen()
+  listenToChart()
+  listenToAll()
+  $("refused").textContent = sessionStorage.refused ?? ""
+  $("login").hidden = !!token()
+  $("inside").hidden = $("leave").hidden = !token()
+  $(token() ? "verdict" : "token").focus()
+  document.title = `${location.host} · buffer.py`
+  icon(0)
+  const hash = /^#\d*$/.test(location.hash) ? "" : location.hash.slice(1)
+  view = { pages: [], ...Object.fromEntries(new URLSearchParams(hash)) }
+  if (!token()) return
+  drawChips()
+  await Promise.all([refresh(), doing(load)])
+  await opened()
+}
+
+start()
+"""
+
+PAGE = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>buffer.py</title>
+<link id="icon" rel="icon" href="data:,">
+<style>{PAGE_STYLE}</style>
+</head>
+<body>{PAGE_BODY}
+<script>{PAGE_SCRIPT.replace("WORDS", page_texts(), 1)}</script>
+</body>
+</html>
+"""
 
 
 def page_hash(tag):
@@ -2808,7 +4261,8 @@ def page_hash(tag):
 # Payloads are untrusted: nothing runs but this script, and nothing goes anywhere else.
 PAGE_POLICY = (
     f"default-src 'none'; script-src {page_hash('script')}; "
-    f"style-src {page_hash('style')}; connect-src 'self'; base-uri 'none'; "
+    f"style-src {page_hash('style')}; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 PAGE_HEADERS = (
@@ -2816,6 +4270,235 @@ PAGE_HEADERS = (
     ("Referrer-Policy", "no-referrer"),
     *PRIVATE,
 )
+
+
+# What is wrong
+
+
+class Condition(typing.NamedTuple):
+    """One thing that can be wrong. `name` tells several of a kind apart, such as targets;
+    `since` is in seconds since the epoch; ALERT_URL is told where `alarm` is true."""
+
+    kind: str
+    on: bool
+    text: str  # a sentence for the operator
+    numbers: dict
+    alarm: bool
+    name: str = ""
+    since: float = None
+
+
+class Watch:
+    """Decides what is wrong, in one place for the page, the alarms, /metrics and `status`.
+
+    The server's thread looks; others take `found`, which is replaced as a whole and never
+    changed. It sees the file through the store and the rest through what it is given. The
+    file keeps what was wrong: so `status` tells it, and a restart knows since when.
+    """
+
+    EVERY, KEPT = 2, 60  # seconds between looks, and between two that are written down
+    RECENT = 300  # seconds that a refusal or what landed in erro stays news
+    LANDED, REFUSED = 5, 3  # reasons that are named; refusals that are a problem
+    TARGET = 60  # seconds a target may be in trouble
+    KINDS = (
+        *("destino", "file", "disk", "queue", "recusas", "erro", "age", "consumo"),
+        "silence",
+    )
+
+    def __init__(self, settings, store, pressure, clock=time.monotonic):
+        self.settings, self.store, self.pressure = settings, store, pressure
+        self.clock = clock
+        self.delivery = None
+        self.found = ()  # all conditions, as of the last look
+        self.dead = collections.Counter()  # in erro since an alarm told so
+        self.trouble = Repeats(logging.WARNING, clock)
+        self._refused = collections.deque()  # (when, reason)
+        # (kind, name): since when it is so
+        self._since = {(kind, name): at for kind, name, at, *_ in store.problems()}
+        self._written = set(self._since), -math.inf  # what is in the file; since when
+        self._due, self._landed = -math.inf, -math.inf
+        self._totals, self._arrivals = {}, None
+        self._arrived = self._claimed = clock()
+
+    def refused(self, reason):
+        """A sender was refused for what is wrong with its credentials or with us."""
+        self._refused.append((self.clock(), reason))
+        if len(self._refused) > 10_000:
+            self._refused.popleft()
+
+    def tick(self):
+        now = self.clock()
+        if now >= self._due:
+            self._due = now + self.EVERY
+            self.look(now)
+
+    def look(self, now):
+        wall, found = self.store.clock(), []
+        try:
+            for condition in self.conditions(now):
+                found.append(self.dated(condition, wall))
+            self.write_down(now, wall, found)
+        except sqlite3.Error as error:
+            kinds = {condition.kind for condition in found}
+            found += [one for one in self.found if one.kind not in kinds]
+            self.trouble("store", "what is wrong is not known: %s", safe_text(error))
+        self.found = tuple(found)
+        self.trouble.flush()
+
+    def dated(self, condition, wall):
+        key = condition.kind, condition.name
+        if not condition.on:
+            self._since.pop(key, None)
+            return condition
+        since = condition.since
+        if since is None:
+            since = self._since.get(key, wall)
+        self._since[key] = since
+        return condition._replace(since=since)
+
+    def write_down(self, now, wall, found):
+        """At once what begins or ends; what goes on once a minute."""
+        wrong = [one for one in found if one.on]
+        kinds, (before, when) = {(one.kind, one.name) for one in wrong}, self._written
+        if kinds != before or (wrong and now - when >= self.KEPT):
+            self.store.write_problems(
+                (one.kind, one.name, int(one.since), int(wall), one.text)
+                for one in wrong
+            )
+            self._written = kinds, now
+
+    def conditions(self, now):
+        """All of them, on or not; first those that do not read the file."""
+        yield from self.targets()
+        yield from self.pressed()
+        yield self.refusals(now)
+        self._totals, before = self.store.totals(), self._totals
+        if self._totals.get("entregues") != before.get("entregues"):
+            self._claimed = now
+        due = self.store.oldest_due() or 0
+        yield self.erro(now)
+        if self.settings.alert_age:
+            yield self.age(due, self.settings.alert_age)
+        if not self.delivery or all(one.source for one in self.delivery.targets):
+            yield self.nobody(now, due)
+        if self.settings.alert_silence:
+            yield self.silence(now, self.settings.alert_silence)
+
+    def targets(self):
+        for one in self.delivery.report() if self.delivery else ():
+            lasts = one.get("desde") or 0
+            on = bool(one.get("problema")) and lasts >= self.TARGET
+            text = (
+                f"{one['destino']} takes no messages for {lasts} s:"
+                f" {one.get('ultimo_erro') or one['estado']}"
+            )
+            numbers = {"target": one["destino"], "condition": one["estado"]}
+            numbers.update(seconds=lasts, waiting=one.get("esperando"))
+            since = self.store.clock() - lasts
+            yield Condition("destino", on, text, numbers, on, one["destino"], since)
+
+    def pressed(self):
+        now_is = self.pressure
+        on = "DB_PATH" in now_is.causes
+        yield Condition("file", on, now_is.text("DB_PATH"), {}, on)
+        for kind, cause, number, limit in (
+            ("disk", "MIN_FREE", "free", now_is.least),
+            ("queue", "MAX_PENDING", "messages", now_is.most),
+        ):
+            on = cause in now_is.causes
+            value = now_is.free if kind == "disk" else now_is.pending
+            numbers = {number: value, "limit": limit}
+            yield Condition(kind, on, now_is.text(cause), numbers, on)
+
+    def refusals(self, now):
+        """Trouble with the file is for ALERT_URL; wrong credentials are not, because
+        any stranger could make such an alarm."""
+        while self._refused and now - self._refused[0][0] >= self.RECENT:
+            self._refused.popleft()
+        reasons = collections.Counter(reason for _, reason in list(self._refused))
+        count, storage = sum(reasons.values()), reasons["storage"] > 0
+        shown = dict(reasons.most_common(self.LANDED))
+        text = (
+            f"senders were refused in the last five minutes: {count} ({listed(shown)})"
+        )
+        numbers = {"messages": count, "reasons": shown}
+        return Condition(
+            "recusas", storage or count >= self.REFUSED, text, numbers, storage
+        )
+
+    def erro(self, now):
+        """What lies there is for people; it is an alarm until none has landed there for
+        a while."""
+        dead = self.store.dead()
+        if dead != self.dead:
+            self.dead, self._landed = dead, now
+        count, reasons = sum(dead.values()), dict(dead.most_common(self.LANDED))
+        text = (
+            f"messages landed in erro since the last alarm: {count} ({listed(reasons)})"
+        )
+        numbers = {"messages": count, "reasons": reasons}
+        lying, fresh = self._totals.get("erro", 0), now - self._landed < self.RECENT
+        if lying and not fresh:
+            text = f"messages lie in erro: {lying}"
+        return Condition("erro", lying > 0, text, {**numbers, "lying": lying}, fresh)
+
+    def told_dead(self):
+        """What landed in erro is counted anew."""
+        self.dead = self.store.dead(told=self.dead)
+
+    def age(self, due, limit):
+        text = (
+            f"the oldest message that is due has waited {due} s, ALERT_AGE is {limit} s"
+        )
+        on, since = due > limit, self.store.clock() - due
+        return Condition(
+            "age", on, text, {"seconds": due, "limit": limit}, on, "", since
+        )
+
+    def nobody(self, now, due):
+        """That messages wait for too long is told by `age`; this says why, sooner."""
+        idle, limit = int(now - self._claimed), (self.settings.alert_age or 900) // 3
+        waiting, since = self._totals.get("pendente", 0), self.store.clock() - idle
+        text = f"nobody has claimed a message for {idle} s, and {waiting} wait"
+        numbers = {"seconds": idle, "limit": limit, "messages": waiting}
+        on = min(idle, due) > limit
+        return Condition("consumo", on, text, numbers, False, "", since)
+
+    def silence(self, now, limit):
+        arrivals = self.store.arrivals()
+        if arrivals != self._arrivals:
+            if self._arrivals is not None:
+                self._arrived = now
+            self._arrivals = arrivals
+        quiet = int(now - self._arrived)
+        text = f"no message has come for {quiet} s, ALERT_SILENCE is {limit} s"
+        on, since = quiet >= limit, self.store.clock() - quiet
+        numbers = {"seconds": quiet, "limit": limit}
+        return Condition("silence", on, text, numbers, on, "", since)
+
+    def report(self):
+        """What is wrong, for the page: the longest first, `desde` in seconds."""
+        now = self.store.clock()
+        wrong = sorted((one for one in self.found if one.on), key=lambda one: one.since)
+        return [
+            {
+                "tipo": one.kind,
+                "texto": one.text,
+                "desde": max(0, round(now - one.since)),
+                "destino": one.name or None,
+                "numeros": one.numbers,
+            }
+            for one in wrong
+        ]
+
+    def families(self):
+        counts = collections.Counter(one.kind for one in self.found if one.on)
+        samples = [("", {"kind": kind}, counts[kind]) for kind in self.KINDS]
+        yield "problems", "gauge", "What is wrong, by kind.", samples
+
+
+def listed(reasons):
+    return ", ".join(f"{number} x {reason!r}" for reason, number in reasons.items())
 
 
 # The web application
@@ -3293,6 +4976,24 @@ def conversation_json(source, key, rows, shown):
     )
 
 
+def history_json(tries):
+    """The last ten attempts of a message, as it was written down (see TOLD)."""
+    found, began = [], 0
+    if len(tries or "") >= TOLD_LENGTH:  # its first line is cut
+        tries = tries.partition("\n")[2]
+    for line in re.findall("(?m)^([0-9]+) (\\w+) (.*)\n", tries or ""):
+        when, what, text = int(line[0]), line[1], line[2]
+        if what == "pegar":
+            found.append({"em": f"{utc(when)}Z".replace(" ", "T"), "por": text or None})
+            began = when
+        elif found and "fim" not in found[-1]:
+            found[-1] |= {"fim": what, "durou": when - began, "motivo": text or None}
+        else:  # a person, between two attempts
+            found.append({"em": f"{utc(when)}Z".replace(" ", "T"), "fim": what})
+            found[-1]["motivo"] = text or None
+    return to_json(found[-10:]) if found else None
+
+
 def looked_json(row):
     """A row as an item of a list, with its status and times; a long payload is cut."""
     more = {"status": quoted(row["status"]), "motivo": quoted(row["reason"])}
@@ -3300,6 +5001,7 @@ def looked_json(row):
     more["reservado_ate"] = moment(row["lease_until"])
     more["disponivel_em"] = moment(row["available_at"])
     more["resolvido_em"] = moment(row["settled_at"])
+    more["historico"] = history_json(row["tries"])
     if len(row["body"]) < row["size"]:
         more["cortado"] = "true"
         with contextlib.suppress(UnicodeDecodeError):  # the last character may be cut
@@ -3328,9 +5030,12 @@ ROUTES = (
     ("/fila/{id}/devolver", "POST", "devolver", CONSUMER),
     ("/fila/{id}/estender", "POST", "estender", CONSUMER),
     ("/fila/{id}/reenviar", "POST", "reenviar", CONSUMER),
+    ("/fila/{id}/payload", "GET", "payload", CONSUMER),
     ("/fila/{id}/{verdict}", "POST", "no_such_verdict", CONSUMER),
     ("/fila", "GET", "list", CONSUMER),
+    ("/fila", "DELETE", "delete_many", CONSUMER),
     ("/fila/motivos", "GET", "motivos", CONSUMER),
+    ("/fila/quantas", "GET", "count", CONSUMER),
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
@@ -3372,8 +5077,12 @@ class App:
 
     OK = Reply.json(b'{"status":"ok"}')
     DUPLICATE = Reply.json(b'{"status":"duplicado"}')
+    # once for all: anybody may ask for it, and read it slowly
+    PAGE = Reply(200, PAGE.encode(), "text/html; charset=utf-8", PAGE_HEADERS)
     LONGEST_WAIT = 60  # seconds
-    MANY = 5000  # messages that one reenviar by filter takes
+    MANY = 5000  # messages that one verdict by filter takes
+    COUNTED = 100_000  # messages that are counted
+    SEARCH = 0.005  # seconds of one slice of a search, for which senders wait
     EVERY = 0.1  # seconds
 
     def __init__(self, settings, store, wall=time.time):
@@ -3396,6 +5105,7 @@ class App:
         rate = settings.rate_limit
         self.webhooks = Buckets(rate, 2 * rate) if rate else None
         self.pressure = Pressure(settings, store)
+        self.watch = Watch(settings, store, self.pressure)
         self._due = -math.inf  # when tick() has something to do
 
     def __call__(self, environ, start_response):
@@ -3610,43 +5320,95 @@ class App:
         return {"quiet": 0, "single": True} if serial == "1" else {}
 
     def processado(self, request):
+        if self.by_filter(request):
+            return self.settle_all(request, "processado", ("pendente", "erro"))
         return self.settle(request, "processado", self.store.processado)
 
     def erro(self, request):
+        if self.by_filter(request):
+            return self.settle_all(request, "erro", ("pendente",))
         reason = self.reason(request)
         return self.settle(request, "erro", self.store.erro, reason=reason)
 
     def devolver(self, request):
+        """Without a delay it brings forward what is delayed."""
+        if self.by_filter(request):
+            return self.settle_all(request, "antecipar", ("pendente",))
         delay = request.number("em", 0, 31536000, default=None)
         values = {"reason": self.reason(request), "delay": delay}
-        return self.settle(request, "pendente", self.store.devolver, **values)
+        method = self.store.antecipar if delay == 0 else self.store.devolver
+        return self.settle(request, "pendente", method, **values)
 
     def estender(self, request):
         lease = request.number("segundos", 1, 604800, default=self.settings.lease)
         return self.settle(request, "processando", self.store.estender, lease=lease)
 
     def reenviar(self, request):
-        """One, many by their ids, or with ?status= all of a status (and source)."""
+        if self.by_filter(request):
+            return self.settle_all(request, "reenviar", ("erro", "processado"))
+        return self.settle(request, "pendente", self.store.reenviar)
+
+    def by_filter(self, request):
+        """Whether it is for all of a status."""
+        return "id" not in request.params and request.word("status") is not None
+
+    def settle_all(self, request, verb, statuses):
+        """A verdict for all that a filter lets through, in bites: see README."""
         status = request.word("status")
-        if "id" in request.params or status is None:
-            return self.settle(request, "pendente", self.store.reenviar)
-        if status not in ("erro", "processado"):
-            raise Refusal(400, "status deve ser erro ou processado")
-        unknown = request.query.keys() - {"status", "fonte", "motivo", "ate"}
-        if unknown or request.read(self.settings.max_body):  # a slip would replay all
-            raise Refusal(400, "só status, fonte, motivo e ate, sem corpo")
-        until = request.number("ate", 1, 10**18, default=None)
-        if until is None and request.word("ate") is not None:
-            raise Refusal(400, "ate inválido")  # it would mean all of them
-        where = {"source": request.source_name(), "until": until or 2**63 - 1}
-        where["reason"] = self.failed_for(request)
+        if status not in statuses:
+            raise Refusal(400, f"status deve ser {' ou '.join(statuses)}")
+        known = {"status", "fonte", "motivo", "parecido", "adiadas", "desde", "ate"}
+        forward = verb == "antecipar"  # of delayed ones, and at once
+        unknown = request.query.keys() - known - ({"em"} if forward else set())
+        if unknown or request.read(self.settings.max_body):  # a slip would mean all
+            raise Refusal(400, f"só {', '.join(sorted(known))}, sem corpo")
+        if forward and (request.word("em"), request.word("adiadas")) != ("0", "1"):
+            raise Refusal(400, "devolver por filtro: só adiadas=1 e em=0")
+        where = self.chosen(request)
+        done = {"delay": 0} if forward else {}
         with self.store.transaction():
             rows = self.store.list([status], limit=self.MANY, **where)
-            ids = fitting(rows, self.MANY, 64 << 20)
-            self.store.reenviar(ids)
+            # what is erased is written over
+            ids = fitting(rows, self.MANY, (4 if verb == "apagar" else 64) << 20)
+            getattr(self.store, verb)(ids, **done)
             more = bool(self.store.list([status], limit=1, **where))
-        answer = {"status": "pendente", "quantidade": len(ids), "mais": more}
+        names = {"reenviar": "pendente", "antecipar": "pendente", "apagar": "apagada"}
+        answer = {"status": names.get(verb, verb), "quantidade": len(ids), "mais": more}
         return Reply.json(to_json(answer).encode())
+
+    def chosen(self, request):
+        """What a filter in the query means to Store.list(), but for the status.
+        Refusal 400 for what it cannot mean."""
+        where = {"source": request.source_name(), "reason": self.failed_for(request)}
+        if request.word("adiadas") not in (None, "1"):
+            raise Refusal(400, "adiadas deve ser 1")
+        where["delayed"] = request.word("adiadas") == "1"
+        if where["delayed"] and request.word("status") != "pendente":
+            raise Refusal(400, "adiadas só com status=pendente")
+        return {**where, **self.period(request)}
+
+    def period(self, request):
+        """`desde`, a time, and `ate`, a time or an id, as ids."""
+        where = {}
+        since, until = request.word("desde"), request.word("ate")
+        if since is not None:
+            where["after"] = self.store.last_before(utc(moment_of(since, "desde")))
+        if until is not None and re.fullmatch("[0-9]{1,18}", until) and int(until):
+            where["until"] = int(until)
+        elif until is not None:  # to the end of that second
+            end = utc(moment_of(until, "ate") + 1)
+            where["until"] = self.store.last_before(end)
+        return where
+
+    def count(self, request):
+        """How many a filter lets through, up to COUNTED, and the last of their ids."""
+        status = request.word("status")
+        if status not in STATUSES:
+            raise Refusal(400, f"status deve ser um de {', '.join(STATUSES)}")
+        where = self.chosen(request)
+        number, last = self.store.count([status], self.COUNTED, **where)
+        answer = {"quantidade": number, "ate": last, "mais": number >= self.COUNTED}
+        return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def no_such_verdict(self, request):
         raise Refusal(
@@ -3723,39 +5485,84 @@ class App:
         event, order = request.word("evento"), request.word("ordem")
         if order not in (None, "asc", "desc"):
             raise Refusal(400, "ordem deve ser asc ou desc")
+        statuses = [status] if status else STATUSES
+        if request.word("busca") is not None:
+            return self.search(request, statuses)
         if event is None:
             after = request.number("depois", 0, 10**18, default=None)
-            rows = self.store.list(
-                [status] if status else STATUSES,
-                source=source,
-                limit=request.number("limite", 1, 500, default=50),
-                reason=self.failed_for(request),
-                **page(after, newest=order == "desc"),
-            )
+            where = self.chosen(request)
+            if order == "desc" and after is not None:
+                where["until"] = min(after - 1, where.get("until", after))
+            elif after is not None:
+                where["after"] = max(after, where.get("after", 0))
+            limit = request.number("limite", 1, 500, default=50)
+            rows = self.store.list(statuses, limit, order == "desc", **where)
         elif request.query.keys() & {"status", "motivo", "depois"}:
             raise Refusal(400, "evento só com fonte")
         else:
             rows = self.store.evento(event, source)
+        return Reply.json(b"[%s]" % self.shown(request, rows), headers=PRIVATE)
+
+    def shown(self, request, rows):
         ids, shown, size = [row["id"] for row in rows], [], 0
         for row in self.store.look(ids, whole=request.word("completo") == "1"):
             size += len(row["body"])
             if shown and size > self.settings.max_batch_bytes:
                 break
             shown.append(looked_json(row))
-        return Reply.json(b"[%s]" % b",".join(shown), headers=PRIVATE)
+        return b",".join(shown)
+
+    def search(self, request, statuses):
+        """The newest messages that hold `busca`, a slice at a time: `ate` is where the
+        next one goes on. In the first, what has it as its id or event id comes first."""
+        text, where = request.word("busca").strip(), self.chosen(request)
+        if not 0 < len(text) <= 200:
+            raise Refusal(400, "busca deve ter de 1 a 200 caracteres")
+        exact = {row["id"] for row in self.store.evento(text)}
+        exact |= {int(text)} if re.fullmatch("[0-9]{1,18}", text) else set()
+        find = finder(text).search
+
+        def fits(row):
+            others = row["event_id"], row["group_key"], row["path"]
+            known = "\n".join(filter(None, others)).encode("utf-8", "replace")
+            return row["id"] not in exact and (find(row["body"]) or find(known))
+
+        limit, first = request.number("limite", 1, 500, default=50), []
+        if "until" not in where or not request.word("ate").isdecimal():
+            for id_ in sorted(exact, reverse=True):  # through the same filter
+                low, high = where.get("after", 0), where.get("until", id_)
+                one = {**where, "after": max(low, id_ - 1), "until": min(high, id_)}
+                first += self.store.list(statuses, **one)
+        rows, until = self.store.search(fits, statuses, self.SEARCH, limit, **where)
+        ate = str(until) if until else "null"
+        items = b"[%s]" % self.shown(request, first + rows)
+        return Reply.json(joined(mensagens=items, ate=ate), headers=PRIVATE)
 
     def failed_for(self, request):
-        """`motivo`, exactly: "" for messages without one, None when it is not asked."""
-        reason = request.word("motivo")
-        if reason is not None and request.word("status") != "erro":
-            raise Refusal(400, "motivo só com status=erro")
-        return reason
+        """`motivo`, exactly: "" for messages without one, None when it is not asked;
+        with `parecido` a list of those that differ from it in numbers alone."""
+        exact, alike = request.word("motivo"), request.word("parecido")
+        if (exact is not None or alike) and request.word("status") != "erro":
+            raise Refusal(400, "motivo e parecido só com status=erro")
+        if alike == "":  # a variable that was not set must not mean all of them
+            raise Refusal(400, "parecido vazio")
+        if not alike:
+            return exact
+        form = without_numbers(alike)
+        return [one for one in self.store.reasons() if without_numbers(one) == form]
 
     def motivos(self, request):
-        """Why messages are in erro: the commonest reasons, or how many have `motivo`."""
-        rows = self.store.motivos(request.source_name(), request.word("motivo"))
+        """Why messages are in erro: the commonest reasons, or how many have `motivo`;
+        with `agrupar` those that differ in numbers alone are one."""
+        source, reason = request.source_name(), request.word("motivo")
+        grouped = request.word("agrupar") == "1"
+        where = self.period(request)
+        limit = 10**6 if grouped else 50
+        rows = self.store.motivos(source, reason, limit, **where)
         names = ("motivo", "quantidade", "ate")
         answer = [dict(zip(names, row)) for row in rows]
+        if grouped:
+            answer = alike(answer)[:200]
         return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def look(self, request):
@@ -3764,10 +5571,22 @@ class App:
             return Reply.json(looked_json(row), headers=PRIVATE)
         raise Refusal(404, "mensagem não encontrada")
 
+    def payload(self, request):
+        """The body as it came, as a file that no browser opens."""
+        id_ = self.id(request)
+        for row in self.store.look([id_], whole=True):
+            name = f'attachment; filename="mensagem-{id_}"'
+            headers = (*PRIVATE, ("Content-Disposition", name))
+            return Reply(200, bytes(row["body"]), "application/octet-stream", headers)
+        raise Refusal(404, "mensagem não encontrada")
+
     def delete(self, request):
         if not self.store.delete(self.id(request)):
             raise Refusal(404, "mensagem não encontrada")
         return Reply(204, b"", None)
+
+    def delete_many(self, request):
+        return self.settle_all(request, "apagar", ("pendente", "processado", "erro"))
 
     def health(self, request):
         if self.pressure.cause:
@@ -3782,7 +5601,8 @@ class App:
             ("commit_seconds", "Commits that wrote.", "", {"": self.store.commits}),
             ("commit_requests", "Requests in one commit.", "", {"": self.shared}),
         )
-        found = [*families(self.store.report(), histograms)]
+        self.watch.look(self.watch.clock())
+        found = [*families(self.store.report(), histograms), *self.watch.families()]
         if self.connections:
             count = [("", {}, self.connections())]
             found.append(("connections", "gauge", "Open connections.", count))
@@ -3793,12 +5613,17 @@ class App:
 
     def painel(self, request):
         """The page, for anybody: it holds no data."""
-        return Reply(200, PAGE.encode(), "text/html; charset=utf-8", PAGE_HEADERS)
+        return self.PAGE
 
     def painel_dados(self, request):
         """What the page shows on top."""
+        self.watch.look(self.watch.clock())
         delivery = self.delivery and self.delivery.report()
         answer = {**self.store.report(), "entrega": delivery, "versao": __version__}
+        answer |= {"problemas": self.watch.report(), "maquina": socket.gethostname()}
+        step = {"dia": 10, "semana": 60}.get(request.word("periodo"))
+        if step:
+            answer["por_periodo"] = self.store.history(step)
         return Reply.json(to_json(answer).encode(), headers=PRIVATE)
 
     def client(self, environ):
@@ -3823,6 +5648,8 @@ class App:
         code, reason = refusal.reply.code, refusal.reason
         self.refused(reason, line, code, reason, method, path, client)
         self.store.refused(reason)
+        if path.startswith("/webhook") and code in (401, 403, 503):
+            self.watch.refused(reason)
         return refusal.reply
 
     def dropped(self, count, limit):
@@ -3843,6 +5670,7 @@ class App:
             self.pressure.look()
         except (sqlite3.Error, OSError) as error:  # nobody is refused for that
             self.trouble("look", "cannot look at the disk: %s", safe_text(error))
+        self.watch.tick()
 
     def flush(self, **gap):
         """Logs what was kept back as a repetition."""
@@ -3853,14 +5681,56 @@ class App:
         """Logs trouble with the store; the reply for those who depended on it."""
         self.trouble("storage", "answering 503, storage trouble: %s", safe_text(error))
         self.store.refused("storage")
+        self.watch.refused("storage")
         return UNAVAILABLE
 
 
-def page(after, newest):
-    """Where Store.list() goes on after the last id of the page before."""
-    if newest:
-        return {"newest": True, "until": 2**63 - 1 if after is None else after - 1}
-    return {"after": after or 0}
+def moment_of(text, name):
+    """Seconds since the epoch of an RFC 3339 time, UTC when it does not say; else
+    Refusal 400."""
+    with contextlib.suppress(ValueError, OverflowError):
+        zone = "" if re.search(r"[+-]\d\d:\d\d$", text) else "+00:00"
+        when = re.sub("[Zz ]$", "", text)  # Python 3.10 takes no Z
+        return datetime.datetime.fromisoformat(when + zone).timestamp()
+    raise Refusal(400, f"{name} inválido")
+
+
+def without_numbers(reason):
+    """A reason as those look that differ from it in numbers alone: ids, times, ports. A
+    number from 100 to 599 stays, since that may be a status."""
+    return re.sub(r"\b(?=\w*\d)\w{8,}\b|(?<!\d)(?![1-5]\d\d(?!\d))\d+", "#", reason)
+
+
+def alike(reasons):
+    """Entries of motivos, the commonest first, merged where they differ in numbers
+    alone; `motivos` says how many there were, `motivo` the commonest."""
+    found = {}
+    for one in reasons:
+        form = one["motivo"] and without_numbers(one["motivo"])
+        same = found.setdefault(form, {**one, "quantidade": 0, "motivos": 0})
+        same["quantidade"] += one["quantidade"]
+        same["ate"] = max(same["ate"], one["ate"])
+        same["motivos"] += 1
+    return sorted(found.values(), key=lambda one: -one["quantidade"])
+
+
+def finder(text):
+    """A pattern that finds a text in bytes: in UTF-8 or as JSON escapes it, in upper or
+    lower case."""
+    parts = []
+    for char in text:
+        forms = {char, char.lower(), char.upper()}
+        ways = {form.encode("utf-8", "replace") for form in forms}
+        if not char.isalnum() or not char.isascii():
+            ways |= {json.dumps(form)[1:-1].encode() for form in forms}
+            ways |= {f"\\u{ord(f):04x}".encode() for f in forms if len(f) == 1}
+        if char == "/":
+            ways.add(b"\\/")
+        parts.append(b"(?:%s)" % b"|".join(map(re.escape, sorted(ways))))
+        if len(ways) == 1:
+            parts[-1] = re.escape(char.encode())
+    ignore = re.IGNORECASE if re.search("[A-Za-z]|[^ -~]", text) else 0
+    return re.compile(b"".join(parts), ignore)
 
 
 def not_allowed(methods):
@@ -4921,7 +6791,7 @@ def post(url, body, timeout=10):
 
 
 class Alarm:
-    """One kind: what is the case, and what was told of it."""
+    """One condition: whether it is so, and what was told of it."""
 
     is_on = told = False
     begun = 0  # how often, since it was told
@@ -4929,7 +6799,7 @@ class Alarm:
 
 
 class Alarms(threading.Thread):
-    """Tells ALERT_URL when something is wrong and when it is over.
+    """Tells ALERT_URL when something is wrong and when it is over; Watch says what is.
 
     It has a thread of its own, for the target may be slow or down. Nothing is queued: as
     soon as it may be told it tells how things are then, and how often they have changed.
@@ -4937,27 +6807,26 @@ class Alarms(threading.Thread):
 
     EVERY, GAP = 10, 300  # seconds between looks, and between alarms of one kind
     LONGEST = 600  # seconds until the target is tried again
-    SHOWN = 5  # reasons
     OVER = types.MappingProxyType(
         {
+            "destino": "the target takes messages again",
+            "file": "the file at DB_PATH is the open one again",
             "disk": "the database's disk has room again",
             "queue": "the queue is shorter again",
+            "recusas": "no sender was refused for five minutes",
             "erro": "no message has landed in erro for five minutes",
             "age": "no message has waited for longer than ALERT_AGE",
             "silence": "a message has come",
         }
     )
 
-    def __init__(self, settings, store, pressure, clock=time.monotonic, send=post):
+    def __init__(self, settings, watch, clock=time.monotonic, send=post):
         super().__init__(name="alarms", daemon=True)
-        self.settings, self.store, self.pressure = settings, store, pressure
+        self.settings, self.watch = settings, watch
         self.clock, self.send = clock, send
         self.stopped = threading.Event()
         self.trouble = Repeats(logging.WARNING, clock)
         self.alarms = collections.defaultdict(Alarm)
-        self.dead = collections.Counter()  # as of the last look
-        self._landed = -math.inf  # when a message last went to erro
-        self._arrivals, self._arrived = store.arrivals(), clock()
         self._wait, self._retry = self.EVERY, -math.inf
 
     def run(self):
@@ -4975,59 +6844,18 @@ class Alarms(threading.Thread):
     def look(self):
         """Tells what has to be told."""
         now = self.clock()
-        try:
-            for kind, is_on, text, numbers in self.conditions(now):
-                alarm = self.alarms[kind]
-                alarm.begun += is_on and not alarm.is_on
-                alarm.is_on = is_on
-                is_news = alarm.begun or is_on != alarm.told
-                if is_news and now - alarm.when >= self.GAP and now >= self._retry:
-                    self.tell(kind, alarm, text, numbers)
-                if self.stopped.is_set():
-                    return
-        except sqlite3.Error as error:
-            self.trouble("store", "alarms will look again: %s", safe_text(error))
+        for one in self.watch.found:
+            if one.kind not in self.OVER:
+                continue
+            alarm = self.alarms[one.kind, one.name]
+            alarm.begun += one.alarm and not alarm.is_on
+            alarm.is_on = one.alarm
+            is_news = alarm.begun or one.alarm != alarm.told
+            if is_news and now - alarm.when >= self.GAP and now >= self._retry:
+                self.tell(one.kind, alarm, one.text, one.numbers)
+            if self.stopped.is_set():
+                return
         self.trouble.flush()
-
-    def conditions(self, now):
-        """(kind, whether it is so, a sentence, numbers) of each; first those that do
-        not read the file, which may be broken."""
-        now_is, text = self.pressure, self.pressure.text
-        disk = {"free": now_is.free, "limit": now_is.least}
-        queue = {"messages": now_is.pending, "limit": now_is.most}
-        yield "disk", "MIN_FREE" in now_is.causes, text("MIN_FREE"), disk
-        yield "queue", "MAX_PENDING" in now_is.causes, text("MAX_PENDING"), queue
-        yield ("erro", *self.erro(now))
-        if self.settings.alert_age:
-            yield ("age", *self.age(self.settings.alert_age))
-        if self.settings.alert_silence:
-            yield ("silence", *self.silence(now, self.settings.alert_silence))
-
-    def erro(self, now):
-        """It is over when none has landed there for a while: to empty it is for people."""
-        dead = self.store.dead()
-        if dead != self.dead:
-            self.dead, self._landed = dead, now
-        count, reasons = sum(dead.values()), dead.most_common(self.SHOWN)
-        shown = ", ".join(f"{number} x {reason!r}" for reason, number in reasons)
-        text = f"messages landed in erro since the last alarm: {count} ({shown})"
-        numbers = {"messages": count, "reasons": dict(reasons)}
-        return now - self._landed < self.GAP, text, numbers
-
-    def age(self, limit):
-        due = self.store.oldest_due() or 0
-        text = (
-            f"the oldest message that is due has waited {due} s, ALERT_AGE is {limit} s"
-        )
-        return due > limit, text, {"seconds": due, "limit": limit}
-
-    def silence(self, now, limit):
-        arrivals = self.store.arrivals()
-        if arrivals != self._arrivals:
-            self._arrivals, self._arrived = arrivals, now
-        quiet = int(now - self._arrived)
-        text = f"no message has come for {quiet} s, ALERT_SILENCE is {limit} s"
-        return quiet >= limit, text, {"seconds": quiet, "limit": limit}
 
     def tell(self, kind, alarm, text, numbers):
         host, state = socket.gethostname(), "begins" if alarm.is_on else "over"
@@ -5050,7 +6878,7 @@ class Alarms(threading.Thread):
         self._wait, alarm.when = self.EVERY, self.clock()
         alarm.told, alarm.begun = alarm.is_on, 0
         if kind == "erro":
-            self.dead = self.store.dead(told=self.dead)
+            self.watch.told_dead()
 
 
 # The server
@@ -6088,15 +7916,19 @@ def show_status(_):
     The same as GET /metrics, whether the service runs or not. It changes nothing.
     """
     with contextlib.closing(configured_file()) as store:
-        table = status_table(store.report())
+        table = status_table(store.report(), store.problems())
     try:
         print(table, flush=True)
     except BrokenPipeError:  # who reads has seen enough, as in status | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def status_table(report):
-    """What /metrics tells of the file, for a person."""
+def status_table(report, problems=()):
+    """What /metrics tells of the file, for a person; first what is wrong."""
+    wrong = [
+        (f"wrong since {utc(since)} UTC (as of {utc(seen)}):", text)
+        for _, _, since, seen, text in problems
+    ]
     rows = collections.defaultdict(dict)
     for row in report["mensagens"]:
         rows[row["fonte"] or "-"][row["status"]] = row["quantidade"]
@@ -6104,7 +7936,7 @@ def status_table(report):
     table += [(name, *(n.get(s, 0) for s in STATUSES)) for name, n in rows.items()]
     age, minutes = report["mais_antiga"], report["por_minuto"]
     facts = [("oldest due", "none" if age is None else f"{age} s")]
-    for at, name in ((1, "received"), (2, "settled")):
+    for at, name in ((1, "received"), (2, "done"), (3, "failed")):
         last = [minute[at] for minute in minutes]
         facts.append((f"{name} in the last minute, hour", f"{last[-2]}, {sum(last)}"))
     for key, name in ("arquivo", "database"), ("wal", "WAL"), ("livre", "disk free"):
@@ -6114,7 +7946,8 @@ def status_table(report):
     for key, (name, *_) in COUNTERS.items():
         for label, n in report["contadores"][key].items() or [("", 0)]:
             facts.append((f"{name} {label}".strip(), n))
-    return f"{aligned(table)}\n\n{aligned(facts)}"
+    parts = [wrong, table, facts] if wrong else [table, facts]
+    return "\n\n".join(map(aligned, parts))
 
 
 def aligned(rows):
@@ -6170,11 +8003,11 @@ def run_service(_):
     clock = SteadyClock()
     store = open_store(settings, clock)
     app = App(settings, store)
-    app.delivery = delivery = open_delivery(settings, store)
+    app.delivery = app.watch.delivery = delivery = open_delivery(settings, store)
     server = Server(settings, app, listen(settings.addr), clock, delivery)
     threads = [Housekeeper(settings, store)]
     if settings.alert_url:
-        threads.append(Alarms(settings, store, app.pressure))
+        threads.append(Alarms(settings, app.watch))
     for thread in threads:
         thread.start()
     where = ", ".join(server.addresses())

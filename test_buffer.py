@@ -458,7 +458,13 @@ class StoreTest(Case):
             ),
             ("LIST_REASON", "COVERING INDEX fila_reason (reason=? AND id>? AND id<?)"),
             ("LIST_REASON newest first", "fila_reason (reason=? AND id>? AND id<?)"),
-            ("MOTIVO", "COVERING INDEX fila_reason (reason=?)"),
+            ("MOTIVO", "COVERING INDEX fila_reason (reason=? AND id>? AND id<?)"),
+            ("OLDEST_OPEN", queue),
+            ("OLDEST_OPEN", "COVERING INDEX fila_delayed"),
+            ("DELAYED", "COVERING INDEX fila_delayed"),
+            ("SEARCHED", by_id),
+            ("ANTECIPAR", by_id),
+            ("CAME", "USING INTEGER PRIMARY KEY (rowid>?)"),
             ("EVENTO", "INDEX fila_event (<expr>=? AND event_id=?)"),
             ("EVENTO", "INDEX fila_event (<expr>>?)"),
             ("OLD", "COVERING INDEX fila_settled (settled_at<?)"),
@@ -488,7 +494,7 @@ class StoreTest(Case):
 
     def test_reasons_are_counted_in_an_index_alone(self):
         plan = f"EXPLAIN QUERY PLAN {buffer.MOTIVOS}"
-        rows = self.store._run(plan, source=None, limit=1)
+        rows = self.store._run(plan, source=None, limit=1, after=0, until=9)
         self.assertIn("USING COVERING INDEX fila_reason", rows[0]["detail"])
 
     def test_a_request_that_fails_takes_nothing_else_with_it(self):
@@ -3257,7 +3263,8 @@ class ListTest(QueueCase):
     def test_methods(self):
         for url, method, allow in (
             ("/fila/1", "PUT", "GET, DELETE"),
-            ("/fila", "POST", "GET"),
+            ("/fila", "POST", "GET, DELETE"),
+            ("/fila/1/payload", "POST", "GET"),
             ("/fila/pegar", "GET", "POST"),
             ("/fila/processado", "DELETE", "POST"),
         ):
@@ -3271,6 +3278,269 @@ class ListTest(QueueCase):
         self.assertEqual(404, self.call("GET", "/fila/9")[0])
         for file in self.folder.iterdir():
             self.assertNotIn(b"a secret that must go", file.read_bytes(), file)
+
+
+class SearchTest(QueueCase):
+    """GET /fila?busca=TEXT, in slices."""
+
+    def found(self, text, query=""):
+        """Ids, over all slices."""
+        ids, more = [], ""
+        while True:
+            text_ = urllib.parse.quote(text)
+            answer = self.get(f"/fila?busca={text_}{query}{more}")
+            ids += [item["id"] for item in answer["mensagens"]]
+            if not answer["ate"]:
+                return ids
+            more = f"&ate={answer['ate']}"
+
+    def test_what_payloads_hold_however_it_is_written(self):
+        for body in (
+            '{"nome":"João Ávila"}',
+            '{"nome":"JO\\u00c3O"}',
+            '{"nome":"jo\\u00E3o","u":"http:\\/\\/x\\/y"}',
+            "n=joao",
+            '{"e":"\\ud83d\\ude00 ok"}',
+        ):
+            self.send(body.encode())
+        self.send(b"\xff\xfe Jo\xc3\xa3o")
+        for text, expected in (
+            ("joão", [6, 3, 2, 1]),
+            ("ávila", [1]),
+            ("http://x/y", [3]),
+            ("😀 OK", [5]),
+            ("nome", [3, 2, 1]),
+            ("jo.o", []),
+            ("%", []),
+        ):
+            self.assertEqual(expected, self.found(text), text)
+
+    def test_ids_events_keys_and_paths(self):
+        self.messages(3)
+        values = {"event_id": "evt_77", "group_key": "5511@s", "path": "a/upsert"}
+        self.store.webhook(b"x", source="s", **values)
+        self.store.webhook(b'"2 and evt_77"')
+        for text, expected in (
+            ("2", [2, 5, 3]),  # first what it is the id of
+            ("evt_77", [4, 5]),
+            ("t_7", [5, 4]),
+            ("5511", [4]),
+            ("UPSERT", [4]),
+        ):
+            self.assertEqual(expected, self.found(text), text)
+
+    def test_it_keeps_to_status_source_and_time(self):
+        for number in range(4):
+            self.clock.now += 60
+            self.store.webhook(b"x", source="s" if number % 2 else None)
+        self.settle(1, "erro", b"bad")
+        times = "&desde=2027-01-15T08:02:00Z&ate=2027-01-15T08:03:00Z"
+        for query, expected in (
+            ("&status=erro", [1]),
+            ("&status=erro&motivo=bad", [1]),
+            ("&status=erro&motivo=x", []),
+            ("&fonte=s", [4, 2]),
+            (times, [3, 2]),
+        ):
+            self.assertEqual(expected, self.found("x", query), query)
+        self.assertEqual([], self.found("1", "&status=pendente"))
+        for query in ("busca=", "busca=" + "x" * 201, "desde=ontem", "ate=0"):
+            self.assertEqual(400, self.call("GET", f"/fila?{query}")[0], query)
+
+    def test_a_slice_takes_a_moment_and_says_where_to_go_on(self):
+        with self.store.transaction():
+            for number in range(1000):
+                self.store.webhook(b"needle" if number < 3 else b"x")
+        self.app.SEARCH = 0
+        first = self.get("/fila?busca=needle")
+        self.assertEqual({"mensagens": [], "ate": 800}, first)
+        self.assertEqual([3, 2, 1], self.found("needle"))
+        self.assertEqual([3, 2, 1], self.found("needle", "&limite=2"))
+
+    def test_of_large_messages_few_are_read_at_once(self):
+        for _ in range(4):
+            self.send(b"x" * (2 << 20))
+        self.app.SEARCH = 0
+        self.assertEqual(2, self.get("/fila?busca=needle")["ate"])
+
+
+class ManyTest(QueueCase):
+    """Verdicts for all that a filter lets through, and their number before."""
+
+    def setUp(self):
+        super().setUp()
+        for number in range(8):
+            self.clock.now += 60
+            self.store.webhook(b"%d" % number, source="a" if number % 2 else None)
+        for id_, reason in (
+            (1, "no 11"),
+            (2, "no 12"),
+            (3, "HTTP 404"),
+            (4, "HTTP 500"),
+        ):
+            self.settle(id_, "erro", reason.encode())
+
+    def many(self, verb, query):
+        method = "DELETE" if verb == "apagar" else "POST"
+        url = "/fila" if verb == "apagar" else f"/fila/{verb}"
+        count = self.call("GET", f"/fila/quantas?{query}")
+        if count[0] == 200:
+            self.number = json.loads(count[1])["quantidade"]
+        status, text = self.call(method, f"{url}?{query}" + self.more)
+        return json.loads(text)["quantidade"] if status == 200 else status
+
+    more = ""
+
+    def test_each_verdict_and_each_filter(self):
+        after = "desde=2027-01-15T08:06:00Z"
+        for verb, query, count in (
+            ("reenviar", "status=erro&parecido=no+99", 2),
+            ("erro", "status=pendente&fonte=a&ate=2", 1),
+            ("processado", "status=erro&motivo=HTTP+404", 1),
+            ("apagar", "status=erro&fonte=a", 2),
+            ("apagar", f"status=pendente&{after}&ate=2027-01-15T08:07:00Z", 2),
+            ("processado", "status=pendente", 3),
+            ("reenviar", "status=processado&ate=3", 2),
+        ):
+            self.assertEqual(count, self.many(verb, query), (verb, query))
+            self.assertEqual(count, self.number, (verb, query))
+        rows = [(row["id"], row["status"]) for row in self.rows()]
+        done = [(5, "processado"), (8, "processado")]
+        self.assertEqual([(1, "pendente"), (3, "pendente"), *done], rows)
+
+    def test_a_slip_does_nothing(self):
+        before = [tuple(row) for row in self.rows()]
+        for verb, query in (
+            ("apagar", ""),
+            ("apagar", "status=processando"),
+            ("apagar", "status=erro&font=a"),
+            ("apagar", "status=erro&ate=x"),
+            ("apagar", "status=erro&parecido="),
+            ("processado", "status=pendente&adiadas="),
+            ("erro", "status=erro"),
+            ("processado", "status=processado"),
+            ("reenviar", "status=erro&adiadas=1"),
+            ("devolver", "status=pendente"),
+            ("devolver", "status=pendente&adiadas=1&em=5"),
+            ("reenviar", "status=pendente&parecido=x"),
+        ):
+            self.assertEqual(400, self.many(verb, query), (verb, query))
+        self.assertEqual(before, [tuple(row) for row in self.rows()])
+
+    def test_what_is_delayed_is_told_apart_and_comes_now(self):
+        self.claim("?limite=3")
+        for id_ in (5, 6, 7):
+            self.settle(id_, "devolver?em=500")
+        query = "status=pendente&adiadas=1"
+        self.assertEqual([5, 6, 7], [i["id"] for i in self.get(f"/fila?{query}")])
+        self.assertEqual(3, self.store.report()["adiadas"])
+        self.assertEqual(200, self.settle(6, "devolver?em=0"))
+        self.more = "&em=0"
+        self.assertEqual(2, self.many("devolver", query))
+        self.assertEqual(0, self.store.report()["adiadas"])
+        self.assertEqual([5, 6, 7, 8], [item["id"] for item in self.claim()])
+
+    def test_erased_bytes_are_gone(self):
+        self.send(b'"a secret that must go"')
+        self.assertEqual(
+            1,
+            self.many("apagar", "status=pendente&desde=2027-01-15T08:08:00Z&ate=9") - 1,
+        )
+        for file in self.folder.iterdir():
+            self.assertNotIn(b"a secret that must go", file.read_bytes(), file)
+
+    def test_reasons_that_differ_in_numbers_are_one(self):
+        found = self.get("/fila/motivos?agrupar=1")
+        first = {"motivo": "no 11", "quantidade": 2, "ate": 2, "motivos": 2}
+        self.assertEqual([2, 1, 1], [one["quantidade"] for one in found])
+        self.assertIn(found[0].pop("motivo"), ("no 11", "no 12"))
+        self.assertEqual({**first, "motivo": 0}, {**found[0], "motivo": 0})
+        times = "desde=2027-01-15T08:03:00Z&ate=2027-01-15T08:03:59Z"
+        self.assertEqual(
+            ["HTTP 404"], [one["motivo"] for one in self.get(f"/fila/motivos?{times}")]
+        )
+        for a, b, same in (
+            ("id 3EB0000005A9 x", "id 77A5B2C1FF x", True),
+            ("at 10.0.0.7:5432", "at 10.0.0.12:80", True),
+            ("HTTP 404", "HTTP 422", False),
+        ):
+            self.assertEqual(
+                same, buffer.without_numbers(a) == buffer.without_numbers(b)
+            )
+
+
+class HistoryTest(QueueCase):
+    """What became of a message: its last ten attempts, kept with it."""
+
+    def history(self, id_=1):
+        return self.get(f"/fila/{id_}").get("historico", [])
+
+    def test_each_attempt_with_its_time_its_end_and_how_long_it_took(self):
+        self.store.most = 99
+        self.send()
+        self.assertEqual([], self.history())
+        for verdict, body, seconds in (
+            ("devolver?em=0", b"not\nnow", 7),
+            ("erro", b"x" * 500, 3),
+            ("reenviar", b"", 60),
+        ):
+            if verdict != "reenviar":
+                self.claim()
+            self.clock.now += seconds
+            self.settle(1, verdict, body)
+        self.claim("?reserva=30")
+        self.clock.now += 40
+        self.claim()
+        found = self.history()
+        self.assertEqual("2027-01-15T08:00:00Z", found[0]["em"])
+        self.assertEqual(
+            [
+                ("devolver", 7, "not now"),
+                ("erro", 3, "x" * 80),
+                ("reenviar", None, None),
+                ("prazo", 40, None),
+                (None, None, None),
+            ],
+            [(one.get("fim"), one.get("durou"), one.get("motivo")) for one in found],
+        )
+
+    def test_the_last_ten_in_little_room(self):
+        self.store.most = 999
+        self.send()
+        for number in range(40):
+            self.claim()
+            self.clock.now += 10
+            self.settle(1, "devolver?em=0", b"%d " % number + b"y" * 70)
+        found = self.history()
+        self.assertEqual(10, len(found))
+        self.assertEqual("39 y", found[-1]["motivo"][:4])
+        self.assertEqual({10}, {one["durou"] for one in found})
+        self.assertLessEqual(len(self.row(1)["tries"]), 1200)
+        cut = "00 erro \n1800000000 pegar "
+        cut += "n" * (buffer.TOLD_LENGTH - len(cut) - 1) + "\n"
+        self.assertEqual(1, len(json.loads(buffer.history_json(cut))))
+
+
+class RawPayloadTest(QueueCase):
+    def test_it_comes_as_it_came_and_no_browser_runs_it(self):
+        for body in (b"<script>x</script>", b"\xff\x00", b'{"a":1.10}'):
+            self.store.webhook(body, buffer.is_utf8(body))
+        environ = {"REQUEST_METHOD": "GET", "HTTP_X_TOKEN": TOKEN}
+        for id_, body in (
+            (1, b"<script>x</script>"),
+            (2, b"\xff\x00"),
+            (3, b'{"a":1.10}'),
+        ):
+            reply = self.app.respond({**environ, "PATH_INFO": f"/fila/{id_}/payload"})
+            self.assertEqual((200, body), (reply.code, reply.body))
+        headers = dict(reply.headers)
+        self.assertEqual("application/octet-stream", headers["Content-Type"])
+        self.assertEqual("nosniff", headers["X-Content-Type-Options"])
+        self.assertEqual(
+            'attachment; filename="mensagem-3"', headers["Content-Disposition"]
+        )
+        self.assertEqual(404, self.call("GET", "/fila/9/payload")[0])
+        self.assertEqual(401, self.call("GET", "/fila/1/payload", token="x")[0])
 
 
 class MotivosTest(QueueCase):
@@ -3505,6 +3775,8 @@ class Model:
                 used_up = message["attempts"] >= self.most
                 message["status"] = "erro" if used_up else "pendente"
                 message.update(due=self.now + delay, lost=0)
+            elif delay == 0:
+                message["due"] = min(message["due"], self.now)
         elif verdict == "estender":
             if status != "processando":
                 return 409
@@ -3518,7 +3790,10 @@ class Model:
     VERDICTS = ("processado", "erro", "devolver", "estender", "reenviar")
 
     def settle(self, random):
-        verdict, delay = random.choice(self.VERDICTS), random.choice([1, 90, 700])
+        verdict = random.choice(self.VERDICTS)
+        delay = random.choice(
+            [0, 1, 90, 700] if verdict == "devolver" else [1, 90, 700]
+        )
         id_ = random.randint(1, self.count + 1)
         attempt = random.choice([None, None, 1, 2])
         query = f"?em={delay}&segundos={delay}"
@@ -3527,7 +3802,10 @@ class Model:
         self.test.assertEqual(expected, self.test.settle(id_, verdict + query))
 
     def settle_many(self, random):
-        verdict, delay = random.choice(self.VERDICTS), random.choice([1, 90, 700])
+        verdict = random.choice(self.VERDICTS)
+        delay = random.choice(
+            [0, 1, 90, 700] if verdict == "devolver" else [1, 90, 700]
+        )
         ids = random.sample(range(1, self.count + 2), min(5, self.count + 1))
         good = [id_ for id_ in ids if self.verdict(verdict, id_, None, delay) == 200]
         url = f"/fila/{verdict}?em={delay}&segundos={delay}"
@@ -4067,14 +4345,15 @@ class CountersTest(SourceCase, QueueCase):
         self.clock.now = minute + 330
         minutes = self.store.report()["por_minuto"]
         self.assertEqual(60, len(minutes))
-        self.assertEqual([minute + 300 - 59 * 60, 0, 0], minutes[0])
+        self.assertEqual([minute + 300 - 59 * 60, 0, 0, 0], minutes[0])
         found = {at - minute: counts for at, *counts in minutes if any(counts)}
-        self.assertEqual({0: [3, 0], 60: [1, 0], 300: [2, 2]}, found)
+        self.assertEqual({0: [3, 0, 0], 60: [1, 0, 0], 300: [2, 1, 1]}, found)
         self.clock.now = minute + 3600
         self.send()
         minutes = self.store.report()["por_minuto"]
         self.assertEqual((1, 2), (minutes[0][1], minutes[4][1]))
-        self.assertLessEqual(len(self.rows("SELECT * FROM minutos")), 60)
+        rows = self.rows("SELECT * FROM minutos WHERE step = 1")
+        self.assertLessEqual(len(rows), 60)
 
     def test_a_minute_whose_first_commit_fails_begins_with_the_next(self):
         self.send()
@@ -4084,7 +4363,7 @@ class CountersTest(SourceCase, QueueCase):
         self.store._db = good
         self.send()
         minutes = self.store.report()["por_minuto"]
-        self.assertEqual([1, 1], [received for _, received, _ in minutes[-2:]])
+        self.assertEqual([1, 1], [received for _, received, *_ in minutes[-2:]])
 
     def test_a_minute_is_counted_once_by_two_processes(self):
         other = buffer.open_store(self.configured, self.clock)
@@ -4099,7 +4378,7 @@ class CountersTest(SourceCase, QueueCase):
         self.clock.now -= 7200
         self.send()
         minutes = self.store.report()["por_minuto"]
-        self.assertEqual(1, sum(received for _, received, _ in minutes))
+        self.assertEqual(1, sum(received for _, received, *_ in minutes))
 
     def test_the_oldest_that_is_due(self):
         def oldest():
@@ -6284,7 +6563,9 @@ class AlarmCase(QueueCase):
         self.configured = dataclasses.replace(self.configured, **url)
         self.monotonic = Clock(0)
         post = functools.partial(buffer.post, timeout=0.2)
-        values = self.configured, self.store, self.app.pressure, self.monotonic, post
+        values = self.configured, self.store, self.app.pressure, self.monotonic
+        self.watch = self.app.watch = buffer.Watch(*values)
+        values = self.configured, self.watch, self.monotonic, post
         self.alarms = buffer.Alarms(*values)
 
     def after(self, seconds):
@@ -6292,6 +6573,7 @@ class AlarmCase(QueueCase):
         before, end = len(self.target.got), self.monotonic.now + seconds
         while True:
             self.app.tick(self.monotonic.now)
+            self.watch.look(self.monotonic.now)
             self.alarms.look()
             step = min(10, end - self.monotonic.now)
             if not step:
@@ -6472,7 +6754,9 @@ class AlarmsTest(AlarmCase):
         self.store._db = Faulty(self.store._db, "SELECT")
         self.free = 0
         self.assertEqual([("disk", "begins")], self.states(30))
-        self.assertEqual(1, self.logged().count("alarms will look again: Operational"))
+        self.assertEqual(
+            1, self.logged().count("what is wrong is not known: Operational")
+        )
 
 
 class AlarmTargetTest(AlarmCase):
@@ -6522,6 +6806,7 @@ class AlarmTargetTest(AlarmCase):
 
     def test_it_is_tried_again_less_and_less_often(self):
         with mock.patch.object(self.alarms, "settings") as settings:
+            self.watch.settings = settings
             with socket.create_server(("127.0.0.1", 0)) as closed:
                 port = closed.getsockname()[1]
             settings.alert_url = f"http://127.0.0.1:{port}"
@@ -6600,6 +6885,126 @@ class AlarmServiceTest(unittest.TestCase):
             hangs.set()
 
 
+class WatchTest(AlarmCase):
+    """What is wrong is decided once; the page, /metrics and status say the same."""
+
+    def kinds(self, seconds=0):
+        """What the page says, after some time; the others must say it too."""
+        self.after(seconds)
+        found = [one["tipo"] for one in self.get("/painel/dados")["problemas"]]
+        text = self.call("GET", "/metrics")[1]
+        samples = re.findall(r'buffer_problems\{kind="(\w+)"\} 1', text)
+        self.assertEqual(sorted(found), sorted(samples))
+        table = buffer.status_table(self.store.report(), self.store.problems())
+        self.assertEqual(len(found), table.count("wrong since"))
+        return found
+
+    def problem(self, kind):
+        problems = self.get("/painel/dados")["problemas"]
+        return next(one for one in problems if one["tipo"] == kind)
+
+    def test_in_good_order_there_is_none(self):
+        self.send()
+        self.claim()
+        self.assertEqual([], self.kinds(100))
+
+    def test_what_lies_in_erro_is_a_problem_until_somebody_has_seen_to_it(self):
+        self.dead(2)
+        self.assertEqual(["erro"], self.kinds())
+        self.assertEqual(["erro"], self.kinds(1000))  # its alarm is over by then
+        self.assertEqual("over", self.target.got[-1][1]["state"])
+        found = self.problem("erro")
+        self.assertEqual((2, 1000), (found["numeros"]["lying"], found["desde"]))
+        self.settle(1, "reenviar")
+        self.settle(2, "processado")
+        self.settle(1, "processado")
+        self.assertEqual([], self.kinds(10))
+
+    def test_nobody_claims(self):
+        self.send()
+        self.send()
+        self.assertEqual([], self.kinds(300))
+        self.assertEqual(["consumo"], self.kinds(10))
+        self.assertEqual(310, self.problem("consumo")["desde"])
+        self.claim("?limite=1")
+        self.assertEqual(
+            [], self.kinds(10)
+        )  # though the other one has waited for longer
+        self.assertEqual([], self.target.got)  # the age of the oldest is the alarm
+        self.assertEqual(["age", "consumo"], self.kinds(950))
+
+    def test_a_target_in_trouble(self):
+        one = {"destino": "FORWARD_URL", "estado": "parado", "problema": True}
+        one |= {"desde": 59, "ultimo_erro": "404 not active", "esperando": 7}
+        one |= {"em_voo": 0, "tentativas": {}}
+        self.app.delivery = self.watch.delivery = mock.Mock(report=lambda: [one])
+        self.watch.delivery.targets = [mock.Mock(source=None)]
+        self.assertEqual([], self.kinds())
+        one["desde"] = 75
+        self.assertEqual(["destino"], self.kinds(10))
+        found = self.problem("destino")
+        self.assertEqual((75, "FORWARD_URL"), (found["desde"], found["destino"]))
+        self.assertIn("404 not active", self.target.got[0][1]["text"])
+        one["problema"] = False
+        self.assertEqual([], self.kinds(10))
+        self.assertEqual([("destino", "over")], self.states(300))
+
+    def test_a_target_of_which_less_is_known(self):
+        one = {"destino": "FORWARD_URL", "estado": "fluindo", "desde": None}
+        self.watch.delivery = mock.Mock(report=lambda: [one], targets=[])
+        self.after(10)
+        self.assertNotIn("what is wrong is not known", self.logged())
+
+    def test_senders_are_refused(self):
+        for _ in range(3):
+            self.assertEqual([], self.kinds(10))
+            self.call("POST", "/webhook", b"{}", token="wrong")
+            self.call("GET", "/fila", token="wrong")  # no sender
+        self.assertEqual(["recusas"], self.kinds(10))
+        self.assertEqual({"token": 3}, self.problem("recusas")["numeros"]["reasons"])
+        self.assertEqual([], self.target.got)  # any stranger could wake people
+        self.assertEqual([], self.kinds(300))
+
+    def test_storage_that_fails_is_told(self):
+        good, self.store._db = (
+            self.store._db,
+            Faulty(self.store._db, "INSERT INTO fila"),
+        )
+        self.assertEqual(503, self.call("POST", "/webhook", b"{}")[0])
+        self.store._db = good
+        self.assertEqual(["recusas"], self.kinds(10))
+        self.assertEqual([("recusas", "over")], self.states(300))
+
+    def test_disk_and_queue_and_silence(self):
+        self.app.pressure.most, self.free = 1, 0
+        self.assertEqual(["disk"], self.kinds(10))
+        self.free = 2 << 30
+        self.assertEqual([], self.kinds(10))
+        self.send()
+        self.claim("?reserva=9999")
+        self.assertEqual(["queue"], self.kinds(10))
+        self.settle(1, "processado")
+        self.assertEqual(["silence"], self.kinds(3600))
+
+    def test_since_when_outlives_a_restart(self):
+        self.dead()
+        self.after(100)
+        self.clock.now += 50
+        self.start()
+        self.after(0)
+        self.assertEqual(150, self.problem("erro")["desde"])
+
+    def test_it_writes_when_something_changes_and_once_a_minute(self):
+        self.after(100)
+        with mock.patch.object(self.store, "write_problems") as write:
+            self.after(500)
+            self.assertEqual(0, write.call_count)
+            self.dead()
+            self.after(600)
+            self.assertLess(write.call_count, 13)
+            self.assertGreater(write.call_count, 9)
+
+
 # The page
 
 
@@ -6644,32 +7049,56 @@ class PageTest(QueueCase):
 
     def test_all_it_says_stands_in_both_languages(self):
         known = [line.split(" = ") for line in buffer.PAGE_WORDS.strip().splitlines()]
-        self.assertTrue(all(len(line) in (2, 3) and all(line) for line in known))
+        self.assertTrue(all(len(line) == 3 and all(line) for line in known))
         keys = {key for key, *_ in known}
         self.assertEqual(len(known), len(keys))
-        html, script = buffer.PAGE.split("<script>")
-        html = re.sub("(?s)<style>.*</style>|<title>.*?</title>", "", html)
-        said = {text.strip() for text in re.findall(">([^<]+)", html)} - {""}
-        script = script.replace(buffer.page_texts(), "")
-        said |= set(re.findall(r'\bt\("([^"]+)"\)', script))
+        for _, *texts in known:  # what is put in stands in both
+            holes = [sorted(re.findall(r"\{\w+\}", text)) for text in texts]
+            self.assertEqual(*holes, texts)
+        html = re.sub(r"(?s)<title>.*?</title>", "", buffer.PAGE_BODY)
+        bare = {text.strip() for text in re.findall(">([^<]+)", html)} - {""}
+        self.assertEqual({"buffer.py"}, bare)
+        said = set(re.findall(r'data-(?:t|label)="([^"]+)"', html))
+        said |= set(re.findall(r'\bt\("([^"]+)"', buffer.PAGE_SCRIPT))
         said |= {*buffer.STATUSES, "fluindo", "sondando", "parado", "bloqueado"}
-        for verb in ("reenviar", "processado", "erro", "apagar"):
-            said |= {f"do {verb}", f"then {verb}"}
-        self.assertGreater(len(said), 50)
-        self.assertEqual(set(), said - keys - {"buffer.py", "Token", "Status"})
-        told = {*re.findall('"([^"]+)"', script), "401", "404", "409", "429", "503"}
+        said |= {
+            "limitado",
+            "pausado",
+            "devolver",
+            "prazo",
+            "reenviar",
+            "hora",
+            "dia",
+            "semana",
+        }
+        said |= {f"problem {kind}" for kind in buffer.Watch.KINDS}
+        for verb in ("reenviar", "processado", "erro", "apagar", "agora"):
+            said |= {f"do {verb}", f"then {verb}", f"was {verb}"}
+        self.assertGreater(len(said), 100)
+        self.assertEqual(set(), said - keys)
+        told = {*re.findall('"([a-z ]+)"', buffer.PAGE_SCRIPT)}
+        told |= {"401", "404", "409", "429", "503"}
+        told |= {key for key in keys if re.match("last |outcome |refused ", key)}
         self.send(b"x", "/webhook/path")
         self.settle(1, "erro", body=b"x")
         item = self.get("/fila/1").keys() - {"id", "payload", "headers", "status"}
+        item -= {"historico"}
         self.assertEqual(set(), item - keys)  # shown by their names
-        told |= item
-        told |= {"chave", "fonte", "evento", "reservado_ate", "disponivel_em"}
+        told |= {*item, "chave", "fonte", "evento", "reservado_ate", "disponivel_em"}
         self.assertEqual(set(), keys - said - told)
 
-    def test_it_stays_short_enough_to_be_read(self):
-        lines = buffer.PAGE.replace(buffer.page_texts(), "").splitlines()
-        self.assertLess(len(lines), 200)
-        self.assertLess(max(map(len, lines)), 150)
+    def test_its_source_can_be_read(self):
+        for text in (buffer.PAGE_STYLE, buffer.PAGE_BODY, buffer.PAGE_SCRIPT):
+            self.assertLessEqual(max(map(len, text.splitlines())), 100)
+        functions = re.findall(
+            r"(?ms)^(?:async )?function (\w+).*?^}$", buffer.PAGE_SCRIPT
+        )
+        self.assertGreater(len(functions), 80)
+        for found in re.finditer(
+            r"(?ms)^(?:async )?function .*?^}$", buffer.PAGE_SCRIPT
+        ):
+            self.assertLessEqual(found[0].count("\n"), 25, found[0])
+        self.assertEqual(1, buffer.PAGE_SCRIPT.count("fetch("))
 
     def test_its_numbers_are_for_consumers(self):
         self.open(WEBHOOK_TOKEN="one-that-may-only-send")
@@ -6680,9 +7109,29 @@ class PageTest(QueueCase):
         counts = [{"fonte": None, "status": "pendente", "quantidade": 1}]
         found = [entry for entry in data["mensagens"] if entry["quantidade"]]
         self.assertEqual(counts, found)
-        self.assertEqual((60, 3), (len(data["por_minuto"]), len(data["por_minuto"][0])))
+        self.assertEqual((60, 4), (len(data["por_minuto"]), len(data["por_minuto"][0])))
         self.assertEqual((None, buffer.__version__), (data["entrega"], data["versao"]))
         self.assertLessEqual({"mais_antiga", "arquivo", "wal", "livre"}, data.keys())
+
+    def test_a_day_and_a_week_are_kept_besides(self):
+        now = self.clock.now // 3600 * 3600
+        for hours, times in ((0, 2), (20, 3), (160, 1)):
+            self.clock.now = now + 3600 * hours
+            for _ in range(times):
+                self.send()
+        self.settle(1, "processado")
+        self.settle(2, "erro")
+        for name, count, step, received in (
+            ("dia", 144, 600, 1),
+            ("semana", 168, 3600, 6),
+        ):
+            found = self.get(f"/painel/dados?periodo={name}")["por_periodo"]
+            self.assertEqual(count, len(found))
+            self.assertEqual(step, found[1][0] - found[0][0])
+            sums = [sum(row[n] for row in found) for n in (1, 2, 3)]
+            self.assertEqual([received, 1, 1], sums)
+        self.assertLess(len(self.rows("SELECT * FROM minutos")), 400)
+        self.assertNotIn("por_periodo", self.get("/painel/dados"))
 
     def test_its_numbers_hold_the_state_of_delivery(self):
         state = [{"destino": "FORWARD_URL", "estado": "fluindo"}]
@@ -6691,7 +7140,15 @@ class PageTest(QueueCase):
 
     def test_no_cache_keeps_what_it_asks_for(self):
         self.send()
-        for url in ("/painel", "/painel/dados", "/fila", "/fila/1", "/fila/motivos"):
+        for url in (
+            "/painel",
+            "/painel/dados",
+            "/fila",
+            "/fila?busca=x",
+            "/fila/1",
+            "/fila/motivos",
+            "/fila/quantas?status=erro",
+        ):
             self.get(url) if url != "/painel" else self.call("GET", url)
             self.assertEqual("no-store", self.answered["Cache-Control"], url)
             self.assertEqual("nosniff", self.answered["X-Content-Type-Options"], url)
@@ -6727,6 +7184,7 @@ class BrowserTest(unittest.TestCase):
         self.speak("pt-BR")
         self.width(1280)
         self.refused = ()  # statuses that the test provokes, which Chromium logs
+        self.browser.get("about:blank")  # the page of the test before asks no more
         self.browser.get_log("browser"), self.browser.get_log("performance")
 
     def tearDown(self):
@@ -6741,6 +7199,8 @@ class BrowserTest(unittest.TestCase):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 url = message["params"]["request"]["url"]
+                if url.startswith(("data:image/png", f"blob:{self.url[:-7]}")):
+                    continue  # its icon, what it has given to the browser
                 self.assertTrue(url.startswith(self.url.removesuffix("painel")), url)
                 self.assertNotIn(TOKEN, url)
 
@@ -6814,6 +7274,44 @@ class BrowserTest(unittest.TestCase):
         )
         return self.browser.execute_script(script)
 
+    def tag(self):
+        return self.browser.execute_script("return document.activeElement.tagName")
+
+    def top(self, selector):
+        """Where it begins on the screen."""
+        script = (
+            "return document.querySelector(arguments[0]).getBoundingClientRect().top"
+        )
+        return self.browser.execute_script(script, selector)
+
+    def in_view(self, selector):
+        script = """
+            const box = document.querySelector(arguments[0]).getBoundingClientRect()
+            return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight"""
+        return self.browser.execute_script(script, selector)
+
+    def answer(self, path, javascript):
+        """From now on what begins with this path is answered by an expression; `real()`
+        is the answer of the service."""
+        script = """
+            const before = window.fetch
+            window.asked ??= []
+            window.fetch = (path, options) => {
+              const real = () => before(path, options)
+              const text = (status, body, kind = "text/plain") =>
+                new Response(body, { status, headers: { "Content-Type": kind } })
+              if (!`${path}`.startsWith(arguments[0])) return real()
+              window.asked.push(path)
+              return (async () => eval_)()
+            }""".replace("eval_", javascript)
+        self.browser.execute_script(script, path)
+
+    def ids(self):
+        script = (
+            "return [...document.querySelectorAll('#rows a')].map(a => +a.textContent)"
+        )
+        return self.browser.execute_script(script)
+
     def test_a_wrong_token_then_the_right_one_then_out(self):
         self.refused = (401,)
         self.send(b"{}")
@@ -6837,17 +7335,20 @@ class BrowserTest(unittest.TestCase):
             "return Object.values(sessionStorage).join('') + document.cookie"
         )
         self.assertEqual(("", "token"), (kept, self.focused()))
-        again = "return refresh().then(() => saved.refused)"  # asks for nothing
+        again = (
+            "return refresh().then(() => sessionStorage.refused)"  # asks for nothing
+        )
         self.assertEqual("", self.browser.execute_script(again))
 
     def test_a_webhook_shows_up_by_itself(self):
         self.log_in()
-        self.wait("#counts .pendente b", "^0$")
+        self.wait("#counts [value=pendente] b", "^0$")
         self.assertTrue(self.find("#none").is_displayed())
         self.send(b"{}", "/webhook/lojas")
         self.wait("#counts .pendente b", "^1$")
         self.wait("#rows", "lojas")
         self.assertIn("1 recebidas", self.find("svg").accessible_name)
+        self.assertFalse(self.find("#first").is_displayed())
 
     def test_a_payload_is_text_whatever_it_is(self):
         evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -6870,46 +7371,51 @@ class BrowserTest(unittest.TestCase):
             self.send(body, f"/webhook/{urllib.parse.quote(evil)}")
         self.fail_with(evil, 1)
         self.log_in()
-        self.wait("#rows tr:last-child", "<img src=x")
+        self.wait("#rows li:last-child", "<img src=x")
         for id_, expected in (
             (1, evil),
             (2, pretty),
-            (3, "ff fe 20 3c "),
-            (4, evil),
+            (3, "4 B, sem texto; os primeiros bytes:\nff fe 20 3c"),
+            (4, json.dumps(evil)),
         ):
-            self.click(f"#rows [value='{id_}']")
+            self.click(f"#rows a[href='#{id_}']")
             self.wait("#one[open] #title", f"Mensagem {id_}:")
             shown = self.find("#payload").get_attribute("textContent")
             self.assertEqual(expected, shown)
             self.click("#close")
         self.click("#counts .erro")
         self.wait("#why", "<img src=x")
-        self.assertEqual("buffer.py", self.browser.title)
+        self.assertRegex(self.browser.title, r"· buffer\.py$")
         self.assertEqual(
             [], self.browser.find_elements("css selector", "img, main script")
         )
 
     def test_conversations_and_delivery_are_said_in_words(self):
         talks = {"esperando": 1234, "mais_antiga": 300, "em_trabalho": 2}
-        target = {"destino": "FORWARD_URL", "em_voo": 3, "tentativas": {"ok": 5}}
+        target = {"destino": "FORWARD_URL", "em_voo": 3, "tentativas": {"nack": 5}}
         target |= {"estado": "bloqueado", "desde": None}
         for language, words in (
-            ("pt-BR", ("1.234 esperando", "a mais antiga: 5 min", "2 em trabalho")),
-            ("en-GB", ("1,234 waiting", "the oldest: 5 min", "2 in work")),
+            ("pt-BR", ("1.234 esperando, a mais antiga 5 min; 2 em trabalho",)),
+            ("en-GB", ("1,234 waiting, the oldest 5 min; 2 in work",)),
         ):
             self.speak(language)
             self.log_in()
-            self.wait("#facts", "WAL")
-            self.assertNotRegex(self.text("#facts"), "Conversa|Entrega|Delivery")
+            self.wait("#counts .zero b", "0")
+            self.assertFalse(self.find("#delivery").is_displayed())
             script = """
-                const shown = JSON.parse(await api("painel/dados"))
+                const shown = await ask("painel/dados")
                 show({...shown, conversas: arguments[0], entrega: [arguments[1]]})
-                return document.querySelector("#facts").innerText"""
+                document.querySelector("#machine").open = true
+                return document.querySelector("main").innerText"""
             facts = self.browser.execute_script(script, talks, target)
             for word in words:
                 self.assertIn(word, facts)
             state = "bloqueado pelo broker" if language == "pt-BR" else "blocked by"
+            nack = (
+                "recusada pelo broker: 5" if language == "pt-BR" else "refused by the"
+            )
             self.assertIn(state, facts)
+            self.assertIn(nack, facts)
 
     def test_replay_and_erase_one(self):
         for _ in range(2):
@@ -6922,13 +7428,13 @@ class BrowserTest(unittest.TestCase):
             ("apagar", "yes", {2: "erro"}),
         ):
             self.wait("#rows", "\\b1\\b")
-            self.click("#rows [value='1']")
+            self.click("#rows a[href='#1']")
             self.wait("#one[open] #title", "Mensagem 1:")
-            self.click(f"#buttons [value={verb}]")
-            self.wait("#what", "1 mensagem: 1")
-            self.click("#yes" if answer else "#ask button")
+            self.click(f"#verbs [value={verb}]")
+            self.wait("#question", "1 mensagem")
+            self.click("#yes" if answer else "#no")
             if answer:
-                self.wait("#news", "Reenviar|Apagar")
+                self.wait("#said span", r"1 mensagem \(1\)")
             else:
                 self.click("#close")
             self.wait(lambda: str(self.statuses()), f"^{re.escape(str(expected))}$")
@@ -6939,11 +7445,11 @@ class BrowserTest(unittest.TestCase):
         self.log_in()
         for verb, expected in (("erro", "erro"), ("processado", "processado")):
             self.wait("#rows", "1")
-            self.click("#rows [value='1']")
+            self.click("#rows a[href='#1']")
             self.wait("#one[open] #title", "Mensagem 1:")
-            self.click(f"#buttons [value={verb}]")
+            self.click(f"#verbs [value={verb}]")
             if verb == "erro":
-                self.find("#reason").send_keys("por fora")
+                self.find("#why_not").send_keys("por fora")
             self.click("#yes")
             self.wait(lambda: self.statuses()[1], expected)
             self.wait("#rows", expected)
@@ -6957,13 +7463,14 @@ class BrowserTest(unittest.TestCase):
         self.fail_with("other", 4)
         self.log_in()
         self.wait("#rows", "crédito")
-        self.click("#rows [value='2']")
+        self.click("#rows a[href='#2']")
         self.wait("#one[open] #title", "Mensagem 2:")
-        self.click("#buttons [value=all]")
-        self.wait("#what", "3 mensagens: sem crédito & <b>")
+        self.click("#verbs [value=all]")
+        self.wait("#question", "3 mensagens")
+        self.wait("#what", "sem crédito & <b>")
         self.fail_with("sem crédito & <b>", 5)  # after the person was told how many
         self.click("#yes")
-        self.wait("#news", "Reenviar: 3 mensagens")
+        self.wait("#said span", "3 mensagens de volta na fila")
         expected = {**dict.fromkeys((1, 2, 3), "pendente"), 4: "erro", 5: "erro"}
         self.assertEqual(expected, self.statuses())
 
@@ -6972,18 +7479,18 @@ class BrowserTest(unittest.TestCase):
         self.send(b"{}")
         self.log_in()
         self.wait("#rows", "pendente")
-        self.click("#rows [value='1']")
+        self.click("#rows a[href='#1']")
         self.wait("#one[open] #title", "pendente")
         self.service.call("POST", "/fila/pegar")
-        self.click("#buttons [value=processado]")
+        self.click("#verbs [value=processado]")
         self.click("#yes")
-        self.wait("#failed", "a mensagem mudou")
+        self.wait("#said span", "a mensagem mudou")
         self.wait("#title", "processando")
         self.service.call("DELETE", "/fila/1")
-        self.click("#buttons [value=apagar]")
+        self.click("#verbs [value=apagar]")
         self.wait("#what", "Um consumidor está com ela agora")
         self.click("#yes")
-        self.wait("#failed", "não existe mais")
+        self.wait("#said span", "não existe mais")
 
     def test_filter_search_and_pages(self):
         for number in range(60):
@@ -6999,13 +7506,15 @@ class BrowserTest(unittest.TestCase):
         ):
             if click:
                 self.click(click)
-            self.wait("#rows tr:first-child", f"n{first}\\b")
-            self.wait("#rows tr:last-child", f"n{last}\\b")
+            self.wait("#rows li:first-child", f"n{first}\\b")
+            self.wait("#rows li:last-child", f"n{last}\\b")
         self.assertFalse(self.find("#newer").is_enabled())
         self.click("#counts .erro")
-        self.wait("#rows tr:first-child", "n5\\b")
-        self.find("#find").send_keys("17\n")
-        self.wait("#rows tr:first-child", "n17\\b")
+        self.wait("#rows li:first-child", "n5\\b")
+        self.find("#find").send_keys("#17\n")
+        self.wait("#none", "Nenhuma")  # among those that have failed
+        self.click("#chips button")
+        self.wait("#rows li:first-child", "n17\\b")
         self.find("#find").send_keys("x\n")
         self.wait("#none", "Nenhuma mensagem")
 
@@ -7016,10 +7525,10 @@ class BrowserTest(unittest.TestCase):
         self.fail_with("x", 1)
         self.log_in()
         self.wait("#rows", "erro")
-        self.assertEqual("now", self.focused())
-        for _ in range(20):
+        self.assertEqual("verdict", self.focused())
+        for _ in range(40):
             self.keys(Keys.TAB)
-            if self.focused() == "1":
+            if self.focused() == "1" and self.tag() == "A":
                 break
         outline = "return getComputedStyle(document.activeElement).outlineStyle"
         self.assertNotEqual("none", self.browser.execute_script(outline))
@@ -7032,10 +7541,11 @@ class BrowserTest(unittest.TestCase):
         self.keys(Keys.TAB, Keys.TAB)
         self.assertEqual("reenviar", self.focused())
         self.keys(Keys.ENTER)
-        self.wait(self.focused, "Cancelar")
+        self.wait(self.focused, "^no$")
         self.keys(Keys.TAB, Keys.ENTER)
         self.wait("#rows", "pendente")
-        self.wait(self.focused, "list")
+        self.keys("/")
+        self.assertEqual("find", self.focused())
 
     def test_a_phone_and_english(self):
         self.send(b"{}", "/webhook/" + "long" * 99)
@@ -7048,9 +7558,10 @@ class BrowserTest(unittest.TestCase):
         self.wait("#why", "reason")
         over = "return document.documentElement.scrollWidth"
         self.assertEqual(390, self.browser.execute_script(over))
-        self.click("#rows [value='1']")
+        self.click("#rows a[href='#1']")
         self.wait("#one[open] #title", "Message 1: failed")
-        inside = "const one = document.querySelector('#one'); return one.scrollWidth - one.clientWidth"
+        inside = "const one = document.querySelector('#one')"
+        inside += "; return one.scrollWidth - one.clientWidth"
         self.assertEqual(0, self.browser.execute_script(inside))
         language = self.browser.execute_script("return document.documentElement.lang")
         self.assertEqual("en-GB", language)
@@ -7065,12 +7576,534 @@ class BrowserTest(unittest.TestCase):
         self.browser.execute_cdp_cmd("Network.enable", {})
         self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
         self.look_again()
-        self.wait("#trouble", "Sem conexão")
+        self.wait("#link span", "sem conexão")
         offline["offline"] = False
         self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
         self.look_again()
-        self.wait("#trouble", "^$")
+        self.wait("#link span", "^$")
         self.browser.get_log("browser")
+
+    def test_what_is_wrong_is_seen_first_on_a_phone(self):
+        self.width(390)
+        self.log_in()
+        self.wait("#verdict", "Tudo em ordem")
+        self.assertRegex(self.browser.title, r"^[^(]+ · buffer\.py$")
+        well = self.find("#icon").get_property("href")
+        self.send(b"{}")
+        self.fail_with("HTTP 422", 1)
+        self.look_again()
+        self.wait("#problems", "1 mensagens falharam.*desde .*Mostrar")
+        self.wait("#verdict", "^1 problema$")
+        self.assertTrue(self.in_view("#state") and self.in_view("#problems button"))
+        self.assertRegex(self.browser.title, r"^\(1\) ")
+        self.assertNotEqual(well, self.find("#icon").get_property("href"))
+        self.click("#problems button")
+        self.wait("#rows", "HTTP 422")
+        self.wait("#why", "HTTP 422")
+
+    def test_a_target_in_trouble_with_what_is_known_of_it(self):
+        """Against what GET /painel/dados says of a target."""
+        self.width(390)
+        self.log_in()
+        self.wait("#verdict", "Tudo")
+        target = {"destino": "FORWARD_URL", "endereco": "n8n:5678", "estado": "parado"}
+        target |= {
+            "desde": 1980,
+            "problema": True,
+            "em_voo": 0,
+            "tentativas": {"4xx": 207},
+        }
+        target |= {"ultimo_sucesso": 2100, "ultimo_erro": "HTTP 404: inactive"}
+        target |= {"ultimo_erro_ha": 12, "tentativas_5min": 22, "falhas_5min": 22}
+        target |= {"esperando": 120, "mais_antiga": 1990, "proxima": 18}
+        problem = {"tipo": "destino", "texto": "x", "desde": 1980, "numeros": {}}
+        problem |= {"destino": "FORWARD_URL"}
+        facts = json.dumps({"entrega": [target], "problemas": [problem]})
+        self.answer(
+            "painel/dados",
+            f"text(200, JSON.stringify({{...await (await real()).json(), ...{facts}}}))",
+        )
+        self.answer("entrega/", """text(200, '{"status":"ok"}')""")
+        self.look_again()
+        said = "n8n:5678 não recebe mensagens: HTTP 404: inactive. 120 esperam,"
+        self.wait("#problems", f"{said} próxima tentativa: 18 s.*33 min")
+        for words in ("com problema, esperando, 33 min", "22 tentativas, 22 falhas"):
+            self.assertIn(words, self.text("#targets"))
+        self.assertIn("último sucesso há 35 min", self.text("#targets"))
+        for button in ("#problems button", "#targets [value^=pausar]"):
+            self.click(button)
+            self.wait("#said span", "FORWARD_URL avisado")
+            self.click("#said button")
+        asked = self.browser.execute_script("return asked.filter(p => /^e/.test(p))")
+        verbs = [f"entrega/{verb}?destino=FORWARD_URL" for verb in ("tentar", "pausar")]
+        self.assertEqual(verbs, asked)
+
+    def test_what_happened_is_said_in_view_until_it_is_dismissed(self):
+        for _ in range(40):
+            self.send(b"{}")
+        self.fail_with("broken", *range(1, 31))
+        self.width(390)
+        self.log_in()
+        self.wait("#counts .erro b", "30")
+        self.click("#counts .erro")
+        self.wait("#why", "30")
+        self.answer("fila/reenviar", """text(503, "tente de novo mais tarde")""")
+        self.browser.execute_script("scrollTo(0, 900)")
+        self.click("#sets [value=reenviar]")
+        self.wait("#question", "30 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "Feitas: 0 de 30. Depois: o serviço está com problemas")
+        self.assertTrue(self.in_view("#said"))
+        self.look_again()
+        time.sleep(0.5)
+        self.assertTrue(self.in_view("#said"))
+        self.click("#said button")
+        self.assertFalse(self.find("#said").is_displayed())
+        self.click("#rows a")
+        self.wait("#one[open] #title", "Mensagem")
+        self.answer("fila/30", """text(409, "mensagem já está em processado")""")
+        self.click("#verbs [value=processado]")
+        self.click("#yes")
+        self.wait(
+            "#one #said span", "a mensagem mudou"
+        )  # above the dialog, not behind it
+        self.assertTrue(self.in_view("#said"))
+
+    def test_an_answer_that_never_comes_does_not_end_the_refreshing(self):
+        self.log_in()
+        self.wait("#counts .zero b", "0")
+        self.browser.execute_script(
+            "Object.assign(LIMITS, {patience: 300, every: 200})"
+        )
+        self.answer(
+            "painel/dados",
+            "asked.length > 3 ? real() : new Promise((_, no) => "
+            "options.signal.addEventListener('abort', () => no(options.signal.reason)))",
+        )
+        self.wait(
+            "#link span", "Números velhos, tentando de novo: sem resposta a tempo"
+        )
+        self.send(b"{}")
+        self.wait("#counts .pendente b", "1")
+        self.wait("#link span", "^$")
+
+    @long
+    def test_old_numbers_are_pale_and_say_of_when_they_are(self):
+        self.log_in()
+        self.wait("#asof", r"às \d\d:\d\d:\d\d")
+        stale = "return document.body.classList.contains('stale')"
+        self.assertFalse(self.browser.execute_script(stale))
+        self.answer("painel/dados", "new Promise(() => {})")
+        self.browser.execute_script("LIMITS.stale = 100")
+        self.wait(lambda: str(self.browser.execute_script(stale)), "True")
+
+    def test_waiting_shows_at_once_and_nothing_is_asked_twice(self):
+        self.send(b"{}")
+        self.fail_with("x", 1)
+        self.log_in()
+        self.wait("#rows", "erro")
+        slow = "(await new Promise(done => setTimeout(done, 700)), real())"
+        self.answer("fila", f"/=erro|mot/.test(path) ? {slow} : real()")
+        self.click("#counts .erro")
+        busy = "return document.body.classList.contains('busy')"
+        self.assertTrue(self.browser.execute_script(busy))
+        self.click("#counts .erro")
+        self.click("#counts [value=processado]")  # reasons of what was asked before
+        self.wait(lambda: str(self.browser.execute_script(busy)), "False")
+        self.wait("#none", "Nenhuma")
+        self.assertEqual("", self.text("#why"))
+        asked = self.browser.execute_script(
+            "return asked.filter(p => /status=erro/.test(p))"
+        )
+        self.assertEqual(1, len(asked), asked)
+
+    @long
+    def test_what_stands_in_front_is_told_in_words(self):
+        self.log_in()
+        self.wait("#counts .zero b", "0")
+        page = "<html>nginx</html>"
+        for answer, words in (
+            (
+                f"text(502, '{page}', 'text/html')",
+                "algo na frente do buffer.py responde 502",
+            ),
+            (f"text(404, '{page}', 'text/html')", "responde 404"),
+            (f"text(200, '{page}', 'text/html')", "quem responde não é o buffer.py"),
+            ("""text(503, "x")""", r"o serviço está com problemas \(503\)"),
+        ):
+            self.answer("painel/dados", answer)
+            self.look_again()
+            self.wait("#link span", words)
+
+    def test_nothing_moves_under_the_finger(self):
+        for _ in range(40):
+            self.send(b"{}")
+        self.width(390)
+        self.log_in()
+        self.wait("#rows", "40")
+        self.browser.execute_script(
+            "document.querySelector('#rows li:nth-child(9)')"
+            ".scrollIntoView({block: 'center'})"
+        )
+        before = self.top("#rows li:nth-child(9)")
+        for _ in range(3):
+            self.send(b"{}")
+        self.fail_with("x", 1)  # a problem more, on top
+        self.look_again()
+        self.wait("#news", "3 novas")
+        self.assertEqual("1 problema", self.text("#verdict"))
+        self.assertAlmostEqual(before, self.top("#rows li:nth-child(9)"), delta=1)
+        self.assertTrue(self.in_view("#news"))
+        self.click("#news")
+        self.wait(lambda: str(self.ids()[0]), "43")
+        self.assertTrue(self.in_view("#rows li:first-child"))
+
+    @long
+    def test_a_customer_is_found_by_number_name_or_text(self):
+        for n in range(60):
+            body = {"jid": f"55119876500{n:02}@s.whatsapp.net", "nome": f"Zoé {n}"}
+            self.send(json.dumps(body).encode(), "/webhook/loja/upsert")
+        self.log_in()
+        self.wait("#rows", "60")
+        for text, expected in (
+            ("+55 (11) 98765-0007", [8]),
+            ("zoé 41", [42]),
+            ("#2", [2, 53, 43, 33, *range(30, 20, -1), 13, 3]),
+            ("nobody", []),
+        ):
+            self.find("#find").clear()
+            self.find("#find").send_keys(f"{text}\n")
+            if expected:
+                self.wait(lambda: str(self.ids()[:1]), re.escape(str(expected[:1])))
+                self.assertEqual(expected, self.ids())
+            else:
+                self.wait("#none", "Nenhuma")
+
+    @long
+    def test_a_search_goes_on_in_slices_and_pages(self):
+        for n in range(40):
+            self.send(b'"needle"')
+        self.log_in()
+        self.wait("#rows", "40")
+        self.answer("fila?busca", "real()")
+        self.answer(
+            "fila?",
+            "/busca=/.test(path) && !/ate=/.test(path) ? "
+            """text(200, '{"mensagens":[],"ate":33}') : real()""",
+        )
+        self.find("#find").send_keys("needle\n")
+        self.wait(lambda: str(self.ids()), r"^\[33, .*, 9\]$")
+        self.click("#older")
+        self.wait(lambda: str(self.ids()), r"^\[8, .*, 1\]$")
+        self.click("#newer")
+        self.wait(lambda: str(self.ids()), r"^\[33, .*, 9\]$")
+
+    def test_a_reason_is_opened_then_all_of_it_replayed(self):
+        for _ in range(9):
+            self.send(b"{}")
+        for id_ in range(1, 6):
+            self.fail_with(f"pedido {7000 + id_} não existe", id_)
+        for number, id_ in enumerate(range(6, 10)):
+            self.fail_with("abcd"[number], id_)
+        self.log_in()
+        self.wait("#counts .erro b", "9")
+        self.click("#counts .erro")
+        self.wait("#why li:first-child", r"5\s+pedido 700\d não existe \(\+4\)")
+        self.click("#why .text")
+        self.wait(lambda: str(self.ids()), re.escape("[5, 4, 3, 2, 1]"))
+        self.assertTrue(self.in_view("#rows li:first-child"))
+        self.click("#sets [value=reenviar]")
+        self.wait("#question", "5 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "5 mensagens de volta na fila")
+        self.assertEqual(4, list(self.statuses().values()).count("erro"))
+
+    @long
+    def test_reasons_are_five_rows_then_more(self):
+        for id_ in range(1, 9):
+            self.send(b"{}")
+            self.fail_with("abcdefgh"[id_ - 1], id_)
+        self.width(390)
+        self.log_in()
+        self.wait("#counts .erro b", "8")
+        self.click("#counts .erro")
+        self.wait("#morewhy", "mais 3")
+        rows = "return document.querySelectorAll('#why li').length"
+        self.assertEqual(5, self.browser.execute_script(rows))
+        self.click("#morewhy")
+        self.assertEqual(8, self.browser.execute_script(rows))
+
+    @long
+    def test_sets_of_a_source_and_rows_that_were_chosen(self):
+        for id_, source in enumerate("aabbb", 1):
+            self.send(b"{}", f"/webhook/{source}")
+            self.fail_with("x", id_)
+        self.log_in()
+        self.wait("#counts .erro b", "5")
+        self.click("#counts .erro")
+        self.wait(lambda: str(self.ids()), re.escape("[5, 4, 3, 2, 1]"))
+        self.click("#rows [value='2']")
+        self.click("#rows [value='4']")
+        self.wait("#sets", "2 escolhidas")
+        self.assertNotIn("Entregar agora", self.text("#sets"))  # they have failed
+        self.click("#sets [value=apagar]")
+        self.wait("#question", "Apagar: 2 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "2 mensagens apagadas")
+        self.wait(lambda: str(self.ids()), re.escape("[5, 3, 1]"))
+        self.click("#all")
+        self.click("#sets [value=processado]")
+        self.click("#yes")
+        self.wait("#said span", "3 mensagens marcadas como processadas")
+        self.assertEqual({"processado"}, set(self.statuses().values()))
+
+    def test_delayed_ones_are_told_apart_and_come_now(self):
+        for _ in range(3):
+            self.send(b"{}")
+        self.service.call("POST", "/fila/pegar?limite=2")
+        for id_ in (1, 2):
+            self.service.call("POST", f"/fila/{id_}/devolver?em=5000")
+        self.log_in()
+        self.wait("#others", "adiadas: 2")
+        self.wait("#rows li:nth-child(2)", "pendente até")
+        self.click("#others button:last-child")
+        self.wait(lambda: str(self.ids()), re.escape("[2, 1]"))
+        self.click("#sets [value=agora]")
+        self.wait("#question", "Entregar agora: 2 mensagens")
+        self.click("#yes")
+        self.wait("#said span", "2 mensagens adiantadas")
+        self.wait("#others", "^todas: 3$")
+
+    def test_a_message_has_an_address_and_the_filter_outlives_a_reload(self):
+        for n in range(3):
+            self.send(b'{"n":%d}' % n)
+        self.fail_with("x", 2)
+        self.log_in()
+        self.wait("#counts .erro b", "1")
+        self.click("#counts .erro")
+        self.wait(lambda: str(self.ids()), re.escape("[2]"))
+        self.browser.refresh()
+        self.wait(lambda: str(self.ids()), re.escape("[2]"))
+        self.browser.get(f"{self.url}#3")
+        self.browser.refresh()
+        self.wait("#one[open] #title", "Mensagem 3: pendente")
+        self.wait("#payload", '"n": 2')
+        self.service.call("POST", "/fila/3/erro", b"why it failed")
+        self.look_again()  # what is open is live
+        self.wait("#title", "Mensagem 3: erro")
+        self.wait("#one #reason", "why it failed")
+        self.wait("#tries", r"· erro · why it failed")
+        self.click("#close")
+        self.wait(lambda: self.browser.current_url, "painel#?$")
+
+    @long
+    def test_copy_as_curl_and_download(self):
+        body = b'{"a":"it\'s"}'
+        self.send(body, "/webhook/loja/upsert")
+        self.log_in()
+        self.wait("#rows", "loja")
+        folder = str(self.service.folder)
+        values = {"behavior": "allow", "downloadPath": folder}
+        self.browser.execute_cdp_cmd("Browser.setDownloadBehavior", values)
+        grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+        self.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+        self.click("#rows a")
+        self.wait("#payload", "it's")
+        read = "return navigator.clipboard.readText()"
+        for button, word in (("#copy", body.decode()), ("#curl", "--data-binary")):
+            self.click(button)
+            self.wait("#said span", "Copiado")
+            self.assertIn(word, self.browser.execute_script(read))
+            self.click("#said button")
+        told = self.browser.execute_script(read)
+        self.assertIn("/webhook/loja/upsert'", told)
+        self.assertNotIn(TOKEN, told)
+        told = told.replace("$TOKEN", TOKEN)
+        subprocess.run(["bash", "-c", told], check=True, capture_output=True)
+        sent = json.loads(self.service.call("GET", "/fila/2")[2])
+        self.assertEqual(
+            ({"a": "it's"}, "loja/upsert"), (sent["payload"], sent["caminho"])
+        )
+        self.click("#download")
+        file = pathlib.Path(folder, "mensagem-1")
+        self.wait(lambda: file.read_bytes().decode() if file.exists() else "", "it's")
+        self.assertEqual(body, file.read_bytes())
+
+    @long
+    def test_media_say_what_they_are(self):
+        picture = "/9j/" + "A" * 300_000
+        self.send(
+            json.dumps({"b": picture, "c": "\u202ex"}, ensure_ascii=False).encode()
+        )
+        self.send(b"\xff" * 5_000_000)
+        self.log_in()
+        self.wait("#rows", "1")
+        self.click("#rows a[href='#1']")
+        self.wait("#payload", r"300.004 caracteres, JPEG, não mostrados")
+        shown = self.find("#payload").get_attribute("textContent")
+        self.assertLess(len(shown), 500)
+        self.assertIn("\\u202ex", shown)  # it does not turn the line round
+        self.click("#close")
+        self.click("#rows a[href='#2']")
+        self.wait("#payload", "(?s)sem texto.*ff ff.*baixe")
+
+    @long
+    def test_the_chart_says_its_values_and_lists_a_minute(self):
+        for _ in range(3):
+            self.send(b"{}")
+        self.fail_with("x", 1)
+        self.log_in()
+        self.wait("#sums", "■ 3 recebidas — 0 processadas ■ 1 erros")
+        self.browser.execute_script("touch(59)")
+        self.wait("#sums", r"\d\d:\d\d · ■ 3 recebidas")
+        self.click("#minute")
+        self.wait("#chips", r"\d\d:\d\d")
+        self.wait(lambda: str(self.ids()), re.escape("[3, 2, 1]"))
+        self.browser.execute_script("touch(5)")
+        from selenium.webdriver.common.keys import Keys
+
+        self.find("#at").send_keys(Keys.ENTER)
+        self.wait("#none", "Nenhuma")
+        for name in ("dia", "semana"):
+            self.click(f"#periods [value={name}]")
+            self.wait("#periods [aria-pressed=true]", name.capitalize())
+            self.wait("#sums", "■ 3 recebidas")
+
+    @long
+    def test_rates_and_when_the_queue_will_be_empty(self):
+        self.log_in()
+        self.wait("#counts .zero b", "0")
+        minutes = [[0, 10, 20, 2]] * 60
+        waiting = [{"fonte": None, "status": "pendente", "quantidade": 240}]
+        for facts, words in (
+            ({}, r"10/min entram, 22/min saem · vazia em 20 min · a mais .* há 7 min"),
+            (
+                {"por_minuto": [[0, 30, 3, 0]] * 60},
+                r"30/min entram, 3/min saem · cresce 27",
+            ),
+        ):
+            values = {"por_minuto": minutes, "mensagens": waiting, "nao_resolvida": 420}
+            values = json.dumps({**values, **facts})
+            script = f"show({{...await ask('painel/dados'), ...{values}}})"
+            self.browser.execute_script(script)
+            self.assertRegex(self.text("#flow"), words)
+
+    def test_a_new_installation_shows_the_url_for_senders(self):
+        self.log_in()
+        self.wait("#first", "Dê esta URL aos seus remetentes")
+        url = f"{self.url.removesuffix('painel')}webhook?token=SEU_TOKEN"
+        self.assertEqual(url, self.text("#url"))
+        command = self.text("#tryit").replace("SEU_TOKEN", TOKEN)
+        subprocess.run(["bash", "-c", command], check=True, capture_output=True)
+        self.look_again()
+        self.wait("#rows", "1")
+        self.assertFalse(self.find("#first").is_displayed())
+
+    @long
+    def test_the_token_is_kept_on_the_device_when_that_is_asked(self):
+        self.browser.get(self.url)
+        self.browser.execute_script("localStorage.clear(); sessionStorage.clear()")
+        self.browser.get(self.url)
+        self.click("#remember")
+        self.find("#token").send_keys(f"{TOKEN}\n")
+        self.wait("#counts .zero b", "0")
+        self.browser.execute_script("sessionStorage.clear()")  # as in a new tab
+        self.browser.refresh()
+        self.wait("#counts .zero b", "0")
+        self.click("#leave")
+        self.wait("#login", "Token")
+        self.assertFalse(self.browser.execute_script("return localStorage.length"))
+
+    @long
+    def test_it_fits_from_320_pixels_up_and_at_400_percent(self):
+        for n in range(3):
+            self.send(b"{}", f"/webhook/{'long' * 30}{n}")
+        self.fail_with("reason" * 50, 1, 2)
+        over = "return document.documentElement.scrollWidth - innerWidth"
+        for width in (320, 390, 768, 1280, 1920):  # 1280 at 400 % are 320
+            self.width(width)
+            self.log_in()
+            self.wait("#counts .erro b", "2")
+            self.click("#counts .erro")
+            self.wait("#why", "reason")
+            self.assertLessEqual(self.browser.execute_script(over), 0, width)
+            self.click("#rows a")
+            self.wait("#one[open] #title", "Mensagem")
+            self.assertLessEqual(self.browser.execute_script(over), 0, width)
+
+    @long
+    def test_axe_finds_nothing(self):
+        """axe-core, where AXE_CORE names its axe.min.js (npm pack axe-core)."""
+        path = os.environ.get("AXE_CORE")
+        if not path:
+            self.skipTest("AXE_CORE is not set")
+        axe = pathlib.Path(path).read_text()
+        check = """
+            const all = await axe.run({ rules: arguments[0] })
+            return all.violations.map(({id, nodes}) => [id, nodes.map(n => n.html)])"""
+        for n in range(9):
+            self.send(b"{}")
+            self.fail_with(f"reason {'abcdefghi'[n]}", n + 1)
+        for dark, width in ((False, 1280), (True, 390)):
+            feature = {
+                "name": "prefers-color-scheme",
+                "value": "dark" if dark else "light",
+            }
+            self.browser.execute_cdp_cmd(
+                "Emulation.setEmulatedMedia", {"features": [feature]}
+            )
+            self.width(width)
+            # false in the dark: axe takes the canvas for white
+            rules = {"color-contrast": {"enabled": not dark}}
+            self.browser.get(self.url)
+            self.browser.execute_script(axe)
+            self.assertEqual([], self.browser.execute_script(check, rules), "login")
+            self.log_in()
+            self.wait("#counts .erro b", "9")
+            self.browser.execute_script(axe)
+            for state, step in (
+                ("list", lambda: None),
+                ("erro", lambda: self.click("#counts .erro")),
+                ("chosen", lambda: self.click("#rows [type=checkbox]")),
+                ("bar", lambda: self.browser.execute_script("say('said', 'x', 'bad')")),
+                ("message", lambda: self.click("#rows a")),
+                ("confirm", lambda: self.click("#verbs [value=apagar]")),
+            ):
+                step()
+                time.sleep(0.5)
+                self.assertEqual([], self.browser.execute_script(check, rules), state)
+            self.browser.refresh()
+
+    @long
+    def test_many_messages_and_reasons(self):
+        self.service.stop()
+        fill(self.service.db, 200_000)
+        with contextlib.closing(sqlite3.connect(self.service.db)) as db, db:
+            db.execute(
+                "UPDATE fila SET status = 'erro', settled_at = datetime('now'), reason ="
+                " 'reason ' || char(97 + id % 26, 97 + id / 26 % 26, 97 + id / 676 % 5)"
+                " WHERE id % 20 = 0"
+            )
+            db.execute("UPDATE fila SET payload = 'Dona Lurdes' WHERE id = 7")
+        self.service.start()
+        self.url = f"http://127.0.0.1:{self.service.port}/painel"
+        self.width(390)
+        self.log_in()
+        self.wait("#counts .erro b", "10.000")
+        began = time.monotonic()
+        self.click("#counts .erro")
+        self.wait("#morewhy", "mais")
+        self.assertLess(time.monotonic() - began, 2)
+        self.assertLess(
+            self.browser.execute_script(
+                "return document.querySelector('#rows').offsetTop"
+            ),
+            1500,
+        )
+        self.click("#chips button")
+        self.find("#find").send_keys("dona lurdes\n")
+        self.wait("#progress", "de #")
+        self.wait(lambda: str(self.ids()), re.escape("[7]"), seconds=60)
 
 
 # The server
