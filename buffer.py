@@ -6,7 +6,7 @@
 """buffer.py: a webhook buffer in one file. Senders are answered at once, consumers take
 their time.
 
-    TOKEN=a-long-random-secret python buffer.py
+    ADDR=127.0.0.1:8080 TOKEN=a-long-random-secret python buffer.py
 
 Senders
     POST /webhook[/...]           200 {"status":"ok"} once the body is on disk; where
@@ -1103,6 +1103,14 @@ SELECT 1
 TOLD_LENGTH = 1200
 TOLD = f"tries = substr(coalesce(tries, '') || :told, -{TOLD_LENGTH})"
 
+TAKEN = """
+SELECT 1
+  FROM fila INDEXED BY fila_event
+ WHERE coalesce(source, '') = coalesce(:source, '')
+   AND event_id IS NOT NULL
+   AND event_id = :event_id
+   AND CAST(payload AS BLOB) <> :payload"""
+
 LEASES_OVER = """
 SELECT id, size
   FROM fila INDEXED BY fila_lease
@@ -1407,6 +1415,7 @@ SELECT {ITEM}, tries, coalesce(size, length(CAST(payload AS BLOB))) AS size, sta
 LOOK_SHORT = LOOK.replace(
     "CAST(payload AS BLOB) AS body", "substr(CAST(payload AS BLOB), 1, 2048) AS body"
 )
+LOOK_WITHOUT = LOOK.replace("CAST(payload AS BLOB) AS body", "x'' AS body")
 
 OLD = """
 SELECT id, size
@@ -1517,6 +1526,11 @@ def utc(timestamp):
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(timestamp))
 
 
+def text_of(data):
+    """TEXT of the file; bytes that are no UTF-8 become such as do not encode again."""
+    return data.decode("utf-8", "surrogateescape")
+
+
 def fitting(rows, limit, max_bytes):
     """Ids of up to `limit` rows that have at most so many bytes, but at least one.
 
@@ -1584,6 +1598,7 @@ class Store:
     BITE = 1000, 16 << 20  # rows and bytes whose leases or delays end at once
     REASONS = 100  # that dead() tells apart
     SLICE, SLICE_BYTES = 200, 4 << 20  # messages that search() reads at once
+    GLANCE = 1 << 20  # bytes of a payload of which a list shows the start
     COUNTED = 10_000  # conversations up to which report() counts
     MANY = 1000  # messages in a claim of conversations, as many as one verdict takes
     NEW, PATIENCE = 2000, 0.1  # messages that it sorts at once, and seconds for all
@@ -1620,6 +1635,8 @@ class Store:
                 if grouped:
                     self.group()
             self._files = self._identities()
+            if os.stat(self.path).st_mode & 0o077:
+                log.warning("others can read it, try: chmod 600 %s*", self.path)
         except (sqlite3.Error, OSError) as error:
             raise StartError(f"DB_PATH={path!r} cannot be used: {error}") from error
 
@@ -1671,6 +1688,7 @@ class Store:
         options = {"isolation_level": None, "check_same_thread": False}
         db = sqlite3.connect(self.path, timeout=self.BUSY, **options)
         db.row_factory = sqlite3.Row
+        db.text_factory = text_of  # one bad byte must not spoil a whole claim
         return db
 
     def _prepare(self):
@@ -1828,6 +1846,13 @@ class Store:
                     self._count(self._waiting)
                 self._waiting.clear()
 
+    def own_id(self, source, event_id, payload):
+        """An event id that nothing vouches for: with a digest of the payload behind it
+        where another message has taken it, so that this one is no duplicate of that."""
+        if self._run(TAKEN, source=source, event_id=event_id, payload=payload):
+            return f"{event_id} {hashlib.sha256(payload).hexdigest()[:16]}"
+        return event_id
+
     def webhook(
         self,
         payload,
@@ -1936,7 +1961,11 @@ class Store:
             ids = [id_ for _, _, ids in chosen for id_ in ids]
             rows = self._lease(ids, lease, now, claim=len(chosen))
             rows = {row["id"]: row for row in rows}
-        return [(source, key, [rows[n] for n in ids]) for source, key, ids in chosen]
+        found = [
+            (source, key, [rows[n] for n in ids if n in rows])
+            for source, key, ids in chosen
+        ]
+        return [one for one in found if one[2]]
 
     def _candidates(self, limit, quiet, longest, source, without):
         """Up to so many conversations that may go out, the longest waiting first."""
@@ -1987,9 +2016,27 @@ class Store:
         until = utc(math.ceil(self.clock() + lease))
         values = {"ids": json.dumps(ids), "now": now, "until": until, "claim": claim}
         values["told"] = self._line("pegar")
-        rows = self._run(PEGAR, **values)
+        try:
+            with self.transaction():
+                rows = self._run(PEGAR, **values)
+        except MemoryError:
+            rows = self._lease_some(ids, values)
         self._log += [("entregues", "")] * len(rows)
         return sorted(rows, key=lambda row: row["id"])  # RETURNING has no order
+
+    def _lease_some(self, ids, values):
+        """As many as the memory takes; what it does not take even alone goes to erro."""
+        rows = []
+        for id_ in ids:
+            values["ids"] = json.dumps([id_])
+            try:
+                with self.transaction():
+                    rows += self._run(PEGAR, **values)
+            except MemoryError:
+                if rows:
+                    break
+                self.erro([id_], reason="não cabe na memória")
+        return rows
 
     def _line(self, what, text=None):
         text = " ".join((text or "").split())[:80]
@@ -2233,6 +2280,17 @@ class Store:
         for id_ in ids:
             yield from self._run(LOOK if whole else LOOK_SHORT, id=id_)
 
+    def look_through(self, rows):
+        """look() for a list, with rows (id, size). SQLite reads a payload to its end to
+        give its start: of long ones, and behind 4 MiB of all, it is left out."""
+        read = 0
+        for row in rows:
+            size = row["size"] or 0
+            read += size
+            is_read = size <= self.GLANCE and read <= 4 * self.GLANCE
+            yield from self._run(LOOK_SHORT if is_read else LOOK_WITHOUT, id=row["id"])
+            read -= 0 if is_read else size
+
     def delete(self, id_):
         """Erases a message and its bytes; whether there was one."""
         with self.transaction():
@@ -2423,6 +2481,7 @@ class ReadOnlyStore(Store):
             options = {"uri": True, "isolation_level": None}
             self._db = sqlite3.connect(where, timeout=self.BUSY, **options)
             self._db.row_factory = sqlite3.Row
+            self._db.text_factory = text_of
             self._run("PRAGMA schema_version")
         except (sqlite3.Error, OSError) as error:
             raise StartError(f"DB_PATH={path!r} cannot be read: {error}") from error
@@ -2487,6 +2546,9 @@ notion           X-Notion-Signature {body} $.id
 """
 PRESETS = dict(line.split(maxsplit=1) for line in PRESETS.strip().splitlines())
 
+# Where a preset has the time of sending in the body that it signs.
+BODY_TIMES = {"linear": "$.webhookTimestamp"}
+
 FIELD = re.compile(
     r"\{(body|t|t:[\w-]+|h:[\w-]+|q:[\w.-]+?(?::lower)?|url|method|form)\}", re.ASCII
 )
@@ -2528,6 +2590,12 @@ class Source:
                 f"TEMPLATE ID, or one of {known}",
                 2,
             ) from None
+        # an id that anybody can change must not pass for another message's
+        in_body = "{body}" in template or "{form}" in template
+        is_signed = f"{{h:{self.id_word}}}" in template
+        self.signs_id = not parts or (
+            in_body if self.id_word.startswith("$") else is_signed
+        )
         if "{url}" in template and not public_url:
             raise StartError(f"SIGN_{name} signs the URL, so PUBLIC_URL is needed", 2)
 
@@ -2543,6 +2611,9 @@ class Source:
         for hashes, parts in self.templates if macs else ():
             pieces, stamps = self.message(parts, request, given)
             if pieces is not None and is_signed(hashes, pieces, macs):
+                if self.preset in BODY_TIMES:
+                    found = find_word(BODY_TIMES[self.preset], request) or ""
+                    stamps += map(int, re.findall("^[0-9]{1,15}$", found))
                 if not all(self.fresh(stamp, now) for stamp in stamps):
                     raise BadSignature("relogio")
                 return
@@ -2563,11 +2634,19 @@ class Source:
         something is missing that may not be."""
         message, stamps = [], []
         for optional, pieces in parts:
-            values = []
-            for kind, piece in pieces:
+            values, following = [], [*pieces[1:], (None, b"")]
+            for (kind, piece), (after, text) in zip(pieces, following):
                 value = VALUES[kind](self, request, piece, given) if kind else piece
                 if value is None and not optional:
                     return None, stamps
+                if (
+                    value
+                    and kind in ("h", "q")
+                    and not after
+                    and text
+                    and text in value
+                ):
+                    return None, stamps  # the same text could be cut in another place
                 values.append(value)
                 if kind == "t" and value:
                     stamps.append(int(value))
@@ -2588,6 +2667,7 @@ def compiled(template, secrets):
                 piece.partition(":") if n % 2 else (None, "", piece.encode())
             )
             wrong = wrong or (not kind and re.search("[{}]", piece))
+            wrong = wrong or (kind == "t" and optional)  # who leaves it out replays
             pieces += [(kind, name)] if piece else []
         parts.append((bool(optional), pieces))
     if wrong or not FIELD.search(text):  # a constant would have one MAC for all
@@ -2613,7 +2693,7 @@ def macs_in(text):
             is_hex = len(run) in (40, 64)
             macs.append(bytes.fromhex(run) if is_hex else base64.b64decode(run))
         except ValueError:
-            log.debug("neither hex nor base64: a run of %d characters", len(run))
+            continue  # neither hex nor base64
     return macs
 
 
@@ -2643,7 +2723,9 @@ def signed_header(source, request, name, given):
 
 def signed_query(source, request, name, given):
     name, lower, _ = name.partition(":lower")
-    text = request.query.get(name, [""])[0]
+    text, *more = request.query.get(name, [""])
+    if more:  # which of them is signed, and which is read?
+        raise BadSignature("assinatura")
     return (text.lower() if lower else text).encode() or None
 
 
@@ -2653,7 +2735,9 @@ def signed_form(source, request, name, given):
     if digest:
         found = hashlib.sha256(request.raw).hexdigest().encode()
         return b"" if hmac.compare_digest(digest, found) else None
-    options = {"keep_blank_values": True, "max_num_fields": 10000}
+    options = {"keep_blank_values": True, "max_num_fields": FIELDS}
+    if len(request.raw) > 1 << 20:
+        return None
     try:
         pairs = urllib.parse.parse_qsl(request.raw.decode(), **options)
     except ValueError:
@@ -4530,8 +4614,8 @@ class Reply:
         self._head = None
 
     @classmethod
-    def json(cls, body, **wait):
-        return cls(200, body + b"\n", "application/json", **wait)
+    def json(cls, body, **more):
+        return cls(200, body + b"\n", "application/json", **more)
 
     @property
     def head(self):
@@ -4767,7 +4851,9 @@ class Request:
 
     def inflate(self, limit):
         """Sets `content`: the body without its Content-Encoding (RFC 9110 8.4), or as it
-        came when it is not what that says. Refusal 413 over `limit` bytes."""
+        came when it is not what that says. Refusal 413 over `limit` bytes, and over a
+        hundred times its own: text is packed to a tenth, and 63 kB could be 64 MB."""
+        limit = min(limit, max(1 << 20, 100 * len(self.raw)))
         coding = self.environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
         for wbits in CODINGS.get(coding, ()):
             with contextlib.suppress(zlib.error):
@@ -4814,7 +4900,9 @@ class Request:
 
 
 def read_json(body):
-    """The value of a JSON text, or None."""
+    """The value of a JSON text, or None; also of one with more than OBJECTS in it."""
+    if structure(body) > OBJECTS:
+        return None
     try:
         text = body.decode()
         value, end = scan_json(text, 0)  # twice as fast as loads()
@@ -4827,6 +4915,9 @@ def read_json(body):
 
 
 scan_json = json.JSONDecoder().scan_once
+
+
+FIELDS = 10_000  # of a form
 
 
 def flat(query):
@@ -4855,13 +4946,6 @@ def inflated(raw, wbits):
         raise zlib.error("cut off")
 
 
-def refuse_constant(name):
-    raise ValueError(name)
-
-
-from_json = json.JSONDecoder(parse_constant=refuse_constant).decode  # as to_json
-
-
 def is_utf8(body):
     if body.isascii():
         return True
@@ -4875,36 +4959,84 @@ def is_utf8(body):
         return False
 
 
-def depth(body):
-    """How deep the brackets of a JSON text are nested."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return 0
-    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    bare = re.sub(rb'"[^"]*"?', b"", bare).translate(None, NO_BRACKETS)
-    steps = (1 if byte in b"[{" else -1 for byte in bare)
-    return max(itertools.accumulate(steps), default=0)
+STRUCTURE = 1 << 20  # brackets and commas of what goes out as JSON, 16 bytes each then
+OBJECTS = 1 << 18  # of what is read into objects here, which take 200 bytes and more
+DEPTH, DIGITS = (
+    500,
+    4300,
+)  # Python's own reader gives up at about 1,000, and behind 4,300
 
-
+# Strings and all that is no bracket go, then one level with each replace().
+STRING = re.compile(rb'"(?:[^"\\]+|\\.)*"', re.DOTALL)
+BRACKETS = bytes.maketrans(b"{}", b"[]")
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-MAX_DEPTH = 500  # Python's own reader gives up at about 1,000, or at its stack's end
+ONLY_DIGITS = bytes(48 if byte in b"0123456789" else 32 for byte in range(256))
+
+
+def structure(body):
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+class Judge:
+    """SQLite's reader of JSON: in C, strict, and without an object for each value."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.db = sqlite3.connect(":memory:", check_same_thread=False)
+
+    def is_json(self, body):
+        """Whether UTF-8 is JSON (RFC 8259) that ordinary readers take: without NaN,
+        brackets 500 deep, and 4,300 digits in a row."""
+        if structure(body) > STRUCTURE or b"\0" in body:  # SQLite stops at a NUL
+            return False
+        with self.lock:
+            sql = "SELECT json_valid(CAST(? AS TEXT))"
+            if not self.db.execute(sql, (body,)).fetchone()[0]:
+                return False
+        return not (is_deep(body) or has_long_number(body))
+
+
+is_json = Judge().is_json
+
+
+def is_deep(body):
+    """Of JSON, whether its brackets are nested too deep."""
+    if body.count(b"[") + body.count(b"{") <= DEPTH:
+        return False
+    bare = STRING.sub(b"", body).translate(BRACKETS, NO_BRACKETS)
+    for _ in range(DEPTH):
+        bare = bare.replace(b"[]", b"")
+    return bool(bare)
+
+
+def has_long_number(body):
+    if len(body) <= DIGITS:
+        return False
+    long = b"0" * (DIGITS + 1)
+    return long in body.translate(ONLY_DIGITS) and long in STRING.sub(
+        b"", body
+    ).translate(ONLY_DIGITS)
+
+
+def json_string(body):
+    """UTF-8 as a JSON string, by pieces: a str of it all can be four times its size."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts = [
+        quote_json(decoder.decode(body[at : at + 65536]))[1:-1].encode()
+        for at in range(0, len(body), 65536)
+    ]
+    return b"".join([b'"', *parts, b'"'])
 
 
 def payload_json(body):
     """(JSON text in bytes, whether it is base64) for a payload.
 
     JSON goes out as it came, never written anew. What an ordinary reader would choke on
-    (NaN, brackets 500 deep, 4,300 digits in a row) goes out as a string: one such
-    message would make the whole batch unreadable.
+    goes out as a string: one such message would make the whole batch unreadable.
     """
     if not is_utf8(body):
         return b'"%s"' % base64.b64encode(body), True
-    try:
-        if depth(body) <= MAX_DEPTH:
-            from_json(body.decode())
-            return body, False
-    except ValueError:
-        pass
-    return json.dumps(body.decode()).encode(), False
+    return (body if is_json(body) else json_string(body)), False
 
 
 def joined(**parts):
@@ -4920,7 +5052,19 @@ def joined(**parts):
 
 
 def quoted(value):
-    return quote_json(value) if value else None
+    """A text of the store as JSON; UnicodeEncodeError when it was no UTF-8 there."""
+    if not value:
+        return None
+    if not value.isascii():
+        value.encode()
+    return quote_json(value)
+
+
+def kept_json(text):
+    """Headers or the query of a row; ValueError when they are no JSON any more."""
+    if text and not is_json(text.encode()):
+        raise ValueError("headers or query are damaged")
+    return text
 
 
 def moment(text):
@@ -4942,25 +5086,27 @@ def item_json(row, **more):
         caminho=quoted(row["path"]),
         evento=quoted(row["event_id"]),
         chave=quoted(row["group_key"]),
-        headers=row["headers"],
-        query=row["query"],
+        headers=kept_json(row["headers"]),
+        query=kept_json(row["query"]),
     )
 
 
 def item_n8n(row):
     """A row in the shape of n8n's Webhook node, whose `body` shows a form as object."""
     body, _ = payload_json(row["body"])
-    headers = row["headers"] or "{}"
+    headers = kept_json(row["headers"]) or "{}"
     kind = json.loads(headers).get("content-type", "")
     if kind.lower().startswith("application/x-www-form-urlencoded"):
+        options = {"keep_blank_values": True, "max_num_fields": FIELDS}
         text = row["body"].decode("utf-8", "replace")
-        body = flat(urllib.parse.parse_qs(text, keep_blank_values=True)) or "{}"
+        with contextlib.suppress(ValueError):  # more of them stay text
+            body = flat(urllib.parse.parse_qs(text, **options)) or "{}"
     return joined(
         id=str(row["id"]),
         tentativa=str(row["attempts"]),
         headers=headers,
         params="{}",
-        query=row["query"] or "{}",
+        query=kept_json(row["query"]) or "{}",
         body=body,
     )
 
@@ -4996,7 +5142,8 @@ def history_json(tries):
 
 def looked_json(row):
     """A row as an item of a list, with its status and times; a long payload is cut."""
-    more = {"status": quoted(row["status"]), "motivo": quoted(row["reason"])}
+    more = {"status": quoted(row["status"])}
+    more["motivo"] = row["reason"] and quote_json(row["reason"])
     more["tamanho"] = str(row["size"])
     more["reservado_ate"] = moment(row["lease_until"])
     more["disponivel_em"] = moment(row["available_at"])
@@ -5008,7 +5155,29 @@ def looked_json(row):
             text = codecs.getincrementaldecoder("utf-8")().decode(row["body"])
             row = {**dict(row), "body": text.encode()}
             more["payload"] = json.dumps(text)  # a piece of JSON is no JSON
-    return item_json(row, **more)
+    try:
+        return item_json(row, **more)
+    except ValueError:
+        return item_json(mended(row), **more)
+
+
+def mended(row):
+    """A row of which something is damaged, for a person to look at."""
+    row = {**dict(row), "headers": None, "query": None}
+    for name, value in row.items():
+        if isinstance(value, str):
+            row[name] = value.encode("utf-8", "surrogateescape").decode(
+                errors="replace"
+            )
+    return row
+
+
+class Full(Exception):
+    """So many of a claim are all that an answer takes."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.count = count
 
 
 ANYBODY, SENDER, CONSUMER, WATCHER = "anybody", "sender", "consumer", "watcher"
@@ -5107,6 +5276,7 @@ class App:
         self.pressure = Pressure(settings, store)
         self.watch = Watch(settings, store, self.pressure)
         self._due = -math.inf  # when tick() has something to do
+        self._probed = -math.inf  # when the file took something
 
     def __call__(self, environ, start_response):
         """The WSGI application (PEP 3333)."""
@@ -5229,11 +5399,15 @@ class App:
         keys = settings.group_key
         if source and source.group_key is not None:
             keys = source.group_key
+        name = source and source.name
+        event_id = None if "-" in words else find_id(words, request)
+        if source and event_id and not source.signs_id:
+            event_id = self.store.own_id(name, event_id, request.content)
         is_new = self.store.webhook(
             request.content,
             is_utf8(request.content),
-            source=source and source.name,
-            event_id=None if "-" in words else find_id(words, request),
+            source=name,
+            event_id=event_id,
             group_key=find_first(keys, request) if keys else None,
             method=request.method,
             path=path or None,
@@ -5278,23 +5452,56 @@ class App:
         if wait and when == "later":
             return nothing
         shown = item_n8n if request.word("formato") == "n8n" else item_json
-        with self.store.transaction():  # a batch that cannot be shown is not given out
-            grouped = "quiet" in how
-            rows = (self.store.pegar_conversas if grouped else self.store.pegar)(
-                request.number("limite", 1, 500, default=50),
-                request.number("reserva", 1, 604800, default=settings.lease),
-                settings.max_batch_bytes,
-                **how,
-            )
-            if not rows:
-                return nothing
-            if by_time:
-                parts = [conversation_json(*found, shown) for found in rows]
-            elif grouped:
-                parts = [shown(row) for *_, [row] in rows]
+        claim = functools.partial(
+            self.store.pegar_conversas if "quiet" in how else self.store.pegar,
+            lease=request.number("reserva", 1, 604800, default=settings.lease),
+            max_bytes=settings.max_batch_bytes,
+            **how,
+        )
+        limit = request.number("limite", 1, 500, default=50)
+        items = self.batch(claim, limit, shown, by_time)
+        return Reply.json(items, headers=PRIVATE) if items else nothing
+
+    def batch(self, claim, limit, shown, as_conversations):
+        """The items of a claim as JSON, or None. What cannot be shown goes to erro, alone;
+        what would make the answer too large stays for the next claim."""
+        while True:
+            try:
+                with self.store.transaction():  # what is not shown is not given out
+                    found = claim(limit)
+                    parts = [*self.parts(found, shown, as_conversations)]
+            except Full as full:
+                limit = full.count
+                continue
+            if parts or not found:
+                return b"[%s]" % b",".join(parts) if parts else None
+
+    def parts(self, found, shown, as_conversations):
+        """Each of what was claimed, shown. Full, once it is more than an answer takes."""
+        room, count = (
+            self.settings.max_batch_bytes + (1 << 20),
+            0,
+        )  # that is for headers
+        for one in found:
+            who, rows = (one[:2], one[2]) if isinstance(one, tuple) else (None, [one])
+            items = {}
+            for row in rows:
+                try:
+                    items[row["id"]] = shown(row)
+                except Exception as error:  # noqa: BLE001 - whatever it is, others wait
+                    if count and isinstance(error, MemoryError):
+                        raise Full(count) from None
+                    reason = f"não pode ser mostrada: {safe_text(error)}"
+                    self.store.erro([row["id"]], reason=reason)
+            room -= sum(map(len, items.values()))
+            if count and room < 0:
+                raise Full(count)
+            count += bool(items)
+            if items and as_conversations:
+                rows = [row for row in rows if row["id"] in items]
+                yield conversation_json(*who, rows, lambda row: items[row["id"]])  # noqa: B023
             else:
-                parts = map(shown, rows)
-            return Reply.json(b"[%s]" % b",".join(parts))
+                yield from items.values()
 
     def grouping(self, request):
         """What `agrupar` and `serie` mean to the store; {} for plain messages.
@@ -5346,7 +5553,9 @@ class App:
     def reenviar(self, request):
         if self.by_filter(request):
             return self.settle_all(request, "reenviar", ("erro", "processado"))
-        return self.settle(request, "pendente", self.store.reenviar)
+        reply = self.settle(request, "pendente", self.store.reenviar)
+        self.noted(request, "replayed message %s", request.params.get("id", "by ids"))
+        return reply
 
     def by_filter(self, request):
         """Whether it is for all of a status."""
@@ -5372,6 +5581,7 @@ class App:
             ids = fitting(rows, self.MANY, (4 if verb == "apagar" else 64) << 20)
             getattr(self.store, verb)(ids, **done)
             more = bool(self.store.list([status], limit=1, **where))
+        self.noted(request, "%s by filter, %d messages", verb, len(ids))
         names = {"reenviar": "pendente", "antecipar": "pendente", "apagar": "apagada"}
         answer = {"status": names.get(verb, verb), "quantidade": len(ids), "mais": more}
         return Reply.json(to_json(answer).encode())
@@ -5504,8 +5714,11 @@ class App:
         return Reply.json(b"[%s]" % self.shown(request, rows), headers=PRIVATE)
 
     def shown(self, request, rows):
-        ids, shown, size = [row["id"] for row in rows], [], 0
-        for row in self.store.look(ids, whole=request.word("completo") == "1"):
+        whole, shown, size = request.word("completo") == "1", [], 0
+        looked = self.store.look_through(rows)
+        if whole:
+            looked = self.store.look([row["id"] for row in rows], whole)
+        for row in looked:
             size += len(row["body"])
             if shown and size > self.settings.max_batch_bytes:
                 break
@@ -5580,9 +5793,14 @@ class App:
             return Reply(200, bytes(row["body"]), "application/octet-stream", headers)
         raise Refusal(404, "mensagem não encontrada")
 
+    def noted(self, request, what, *values):
+        """Logs what a person does that a machine does not."""
+        log.info("%s from %s", what % values, named(self.client(request.environ)))
+
     def delete(self, request):
         if not self.store.delete(self.id(request)):
             raise Refusal(404, "mensagem não encontrada")
+        self.noted(request, "erased message %d", self.id(request))
         return Reply(204, b"", None)
 
     def delete_many(self, request):
@@ -5591,7 +5809,9 @@ class App:
     def health(self, request):
         if self.pressure.cause:
             raise too_full(self.pressure.cause)
-        self.store.probe()
+        if time.monotonic() >= self._probed + 1:  # anybody may ask, and it syncs
+            self.store.probe()
+            self._probed = time.monotonic()
         return self.OK
 
     def metrics(self, request):
@@ -5609,7 +5829,7 @@ class App:
         if self.delivery:
             found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Reply(200, exposition(found).encode(), kind)
+        return Reply(200, exposition(found).encode(), kind, PRIVATE)
 
     def painel(self, request):
         """The page, for anybody: it holds no data."""
@@ -5640,13 +5860,13 @@ class App:
         if wait:
             refusal = too_many(wait, refusal.reason)
         method, path = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
-        path = re.split("[?&;=]", path)[0]  # a token can follow %3F, or a slip
+        path = re.split("[?&;=]", path, maxsplit=1)[0]  # a token can follow %3F
         for token in {*self.good[SENDER], *self.good[WATCHER]}:
             path = path.replace(token.decode("latin-1"), "***")
         path = path[:80]
         method, line = method[:16], "%d %s: %s %r from %s"
         code, reason = refusal.reply.code, refusal.reason
-        self.refused(reason, line, code, reason, method, path, client)
+        self.refused(reason, line, code, reason, method, path, named(client))
         self.store.refused(reason)
         if path.startswith("/webhook") and code in (401, 403, 503):
             self.watch.refused(reason)
@@ -5807,6 +6027,11 @@ def client_address(environ, trusted):
     while hops and is_trusted(address, trusted):
         address = hops.pop()
     return address[:64]
+
+
+def named(client):
+    """An address for the log; a proxy may have passed on a stranger's text."""
+    return client if re.fullmatch(r"[\w.:%]*", client, re.ASCII) else repr(client)
 
 
 def without_port(hop):
@@ -7806,6 +8031,9 @@ class JsonLines(logging.Formatter):
         return to_json({**line, **getattr(record, "fields", {})})
 
 
+EXAMPLES = b"a-long-random-secret", b"um-segredo-longo-e-aleatorio"  # README's
+
+
 class PatientLog(logging.StreamHandler):
     """Leaves lines out while nobody reads them: a full pipe would stop the service.
 
@@ -7841,10 +8069,35 @@ def start_log(settings):
     logging.getLogger("waitress").setLevel(logging.ERROR)
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # Relay says what is wrong
     logging.raiseExceptions = False  # or a slip in a log line would print its values
+    for name, source in settings.sources:
+        for secret in (source.secret, source.secret_old):
+            if secret and len(secret.removeprefix(b"whsec_")) < 16:
+                log.warning("SECRET_%s is shorter than 16 characters", name)
+
+
+def told_settings(environ):
+    """What is set, for the log: names, and values where they are no secret."""
+    for _, name, facts in settings_of(Settings):
+        if environ.get(name):
+            secret = facts["default"] is None
+            yield name if secret else f"{name}={environ[name]}"
+
+
+def is_private(sock):
+    """Whether only this machine reaches a listening socket, and no proxy's clients."""
+    host = sock.getsockname()
+    return not isinstance(host, str) and ipaddress.ip_address(host[0]).is_loopback
+
+
+def refuse_weak_tokens(settings, is_private):
+    """StartError for tokens that can be guessed, or read in README, unless nobody else
+    can try."""
     others = (settings.webhook_token or ()) + (settings.metrics_token or ())
-    for token in settings.token + others:
-        if len(token) < 16:
-            log.warning("a token is shorter than 16 characters and can be guessed")
+    if any(len(t) < 16 or t in EXAMPLES for t in settings.token + others):
+        text = "a token is shorter than 16 characters or an example, and can be guessed"
+        if not is_private:
+            raise StartError(f"{text}. Try: TOKEN={secrets.token_urlsafe(32)}", 2)
+        log.warning("%s", text)
 
 
 def log_crash(kind, error, trail):
@@ -7856,6 +8109,7 @@ def log_crash(kind, error, trail):
 def hosted(pid):
     """(App, Housekeeper) of this process: a database connection must not be forked."""
     settings = Settings.read(os.environ)
+    refuse_weak_tokens(settings, is_private=False)
     store = open_store(settings, time.time)
     start_log(settings)
     if settings.alert_url:
@@ -8004,7 +8258,9 @@ def run_service(_):
     store = open_store(settings, clock)
     app = App(settings, store)
     app.delivery = app.watch.delivery = delivery = open_delivery(settings, store)
-    server = Server(settings, app, listen(settings.addr), clock, delivery)
+    sockets = listen(settings.addr)
+    refuse_weak_tokens(settings, all(map(is_private, sockets)))
+    server = Server(settings, app, sockets, clock, delivery)
     threads = [Housekeeper(settings, store)]
     if settings.alert_url:
         threads.append(Alarms(settings, app.watch))
@@ -8012,6 +8268,7 @@ def run_service(_):
         thread.start()
     where = ", ".join(server.addresses())
     log.info("%s listens on %s, keeps %s", __version__, where, settings.db_path)
+    log.info("settings: %s", ", ".join(told_settings(os.environ)))
     server.run()
     app.flush(gap=0)
     if delivery:

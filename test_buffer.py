@@ -1521,6 +1521,132 @@ class DuplicatesTest(SourceCase):
             self.assertEqual(answer, got.strip())
 
 
+class ReplayTest(SourceCase):
+    """What a stranger can do who has got hold of one signed request."""
+
+    settings = (
+        ("SECRET_GITHUB", "secret" * 3),
+        ("SECRET_MERCADOPAGO", "secret" * 3),
+        ("SECRET_LINEAR", "secret" * 3),
+        ("SECRET_STANDARDWEBHOOKS", "secret" * 3),
+        ("SECRET_TWILIO", "secret" * 3),
+        ("PUBLIC_URL", "https://x"),
+    )
+
+    def post(self, url, body, **headers):
+        return self.call("POST", url, body, token=None, **headers)
+
+    def mac(self, *parts, algorithm="sha256"):
+        return mac("secret" * 3, *parts, algorithm=algorithm).hexdigest()
+
+    def github(self, body, delivery):
+        signature = "sha256=" + self.mac(body)
+        headers = {
+            "HTTP_X_HUB_SIGNATURE_256": signature,
+            "HTTP_X_GITHUB_DELIVERY": delivery,
+        }
+        return json.loads(self.post("/webhook/github", body, **headers)[1])["status"]
+
+    def test_an_unsigned_id_makes_no_other_message_vanish(self):
+        self.assertEqual("ok", self.github(b'{"old":1}', "id-of-an-event-to-come"))
+        self.assertEqual("ok", self.github(b'{"new":1}', "id-of-an-event-to-come"))
+        self.assertEqual(
+            "duplicado", self.github(b'{"new":1}', "id-of-an-event-to-come")
+        )
+        self.assertEqual(
+            "duplicado", self.github(b'{"old":1}', "id-of-an-event-to-come")
+        )
+        events = [row["event_id"] for row in self.rows()]
+        self.assertEqual("id-of-an-event-to-come", events[0])
+        self.assertRegex(events[1], r"\Aid-of-an-event-to-come [0-9a-f]{16}\Z")
+
+    def mercadopago(self, body, query="data.id=999", request="r1"):
+        now = str(self.clock.now)
+        digest = self.mac(f"id:999;request-id:r1;ts:{now};".encode())
+        headers = {"HTTP_X_SIGNATURE": f"ts={now},v1={digest}"}
+        if request:
+            headers["HTTP_X_REQUEST_ID"] = request
+        return self.post(f"/webhook/mercadopago?{query}", body, **headers)
+
+    def test_neither_does_an_id_in_a_body_that_is_not_signed(self):
+        self.assertEqual(200, self.mercadopago(b'{"id":12345,"forged":1}')[0])
+        self.assertIn('"ok"', self.mercadopago(b'{"id":12345}')[1])
+        self.assertIn('"duplicado"', self.mercadopago(b'{"id":12345}')[1])
+
+    def test_a_signed_name_of_the_query_comes_once(self):
+        for query in ("data.id=999&data.id=666", "data.id=666&data.id=999"):
+            self.assertEqual(401, self.mercadopago(b"{}", query)[0])
+
+    def test_what_is_signed_cannot_be_cut_in_another_place(self):
+        query = "data.id=999;request-id:r1"
+        self.assertEqual(401, self.mercadopago(b"{}", query, request=None)[0])
+        now = str(self.clock.now)
+        signed = f'a.{now}.b","x":1}}'
+        signature = base64.b64encode(
+            mac("secret" * 3, f"i.{now}.{signed}".encode()).digest()
+        )
+        headers = {"HTTP_WEBHOOK_SIGNATURE": f"v1,{signature.decode()}"}
+        for id_, body, status in (
+            ("i", signed, 200),
+            (f"i.{now}.a", 'b","x":1}', 401),
+        ):
+            sent = {**headers, "HTTP_WEBHOOK_ID": id_, "HTTP_WEBHOOK_TIMESTAMP": now}
+            answer = self.post("/webhook/standardwebhooks", body.encode(), **sent)
+            self.assertEqual(status, answer[0])
+
+    def test_the_time_that_linear_signs_in_the_body_is_checked(self):
+        for off, status in (
+            (0, 200),
+            (299, 200),
+            (301, 401),
+            (-301, 401),
+            (30 * 86400, 401),
+        ):
+            body = b'{"webhookTimestamp":%d}' % ((self.clock.now - off) * 1000)
+            headers = {"HTTP_LINEAR_SIGNATURE": self.mac(body)}
+            self.assertEqual(
+                status, self.post("/webhook/linear", body, **headers)[0], off
+            )
+
+    def test_a_time_that_may_be_missing_is_refused_at_start(self):
+        with self.assertRaisesRegex(buffer.StartError, "cannot be read"):
+            self.open(SIGN_GITHUB="X-S [{t:X-Time}.]{body} -")
+
+    def test_a_form_that_is_signed_has_a_bound(self):
+        body = b"a=" + b"%62" * 400_000
+        headers = {"HTTP_X_TWILIO_SIGNATURE": "A" * 28}
+        with mock.patch("urllib.parse.parse_qsl", side_effect=AssertionError):
+            self.assertEqual(401, self.post("/webhook/twilio", body, **headers)[0])
+
+    def test_signature_headers_cost_time_in_line_with_their_bytes(self):
+        source = self.app.sources["STANDARDWEBHOOKS"]
+
+        def took(text):
+            request = mock.Mock(raw=b"x", header=lambda name: text, query={})
+            best = math.inf
+            for _ in range(3):
+                began = time.process_time()
+                with contextlib.suppress(buffer.BadSignature):
+                    source.verify(request, 0)
+                best = min(best, time.process_time() - began)
+            return best
+
+        for fill in (
+            "a",
+            "A" * 40 + " ",
+            "v1,",
+            "t=1,",
+            "t=" + "1" * 15,
+            "=",
+            " ",
+            "+/",
+            "ts",
+        ):
+            least, most = (took(fill * (n * 1024 // len(fill))) for n in (16, 64))
+            if most > 0.004:
+                self.assertLess(most, 6 * least, fill)
+
+
 class DuplicatesInARoundTest(Loop):
     settings = (("DEDUPE", "Idempotency-Key"),)
 
@@ -1900,11 +2026,68 @@ class PegarTest(Case):
         self.store._run("INSERT INTO fila (payload) VALUES ('{}')")
         self.assertEqual([{}], [item["payload"] for item in self.claim()])
 
-    def test_a_batch_that_cannot_be_shown_is_not_given_out(self):
-        self.send()
-        with mock.patch("buffer.item_json", side_effect=KeyError):
-            self.assertEqual(503, self.call("POST", "/fila/pegar")[0])
-        self.assertEqual(1, self.claim()[0]["tentativa"])
+    def test_what_cannot_be_shown_goes_to_erro_alone(self):
+        """Whatever it is: the memory, a fault of ours, bytes that are no UTF-8 any more,
+        headers that are no JSON."""
+        for n in range(7):
+            self.send(b'{"n":%d}' % n, url=f"/webhook/{n}?a={n}")
+        for id_, change in (
+            (2, "path = CAST(x'ff41' AS TEXT)"),
+            (3, "headers = '{\"cut\": '"),
+            (4, "query = CAST(x'7b22ff227d' AS TEXT)"),
+            (5, "event_id = CAST(x'41ff' AS TEXT)"),
+        ):
+            self.store._run(f"UPDATE fila SET {change} WHERE id = {id_}")
+        shown = buffer.item_json
+
+        def failing(row):
+            if row["id"] == 6:
+                raise MemoryError
+            return shown(row)
+
+        with mock.patch("buffer.item_json", failing):
+            self.assertEqual([1], [item["id"] for item in self.claim("?limite=6")][:1])
+        self.assertEqual([6, 7], [item["id"] for item in self.claim()])
+        found = {
+            row["id"]: row["status"] for row in self.rows("SELECT id, status FROM fila")
+        }
+        self.assertEqual(["erro"] * 4, [found[n] for n in (2, 3, 4, 5)])
+        self.assertEqual("processando", found[1])
+        for id_ in (2, 3, 4, 5):
+            status, text = self.call("GET", f"/fila/{id_}")
+            self.assertEqual(200, status)
+            self.assertIn("não pode ser mostrada", json.loads(text)["motivo"])
+        self.assertEqual(7, len(json.loads(self.call("GET", "/fila")[1])))
+
+    def test_so_does_what_the_memory_does_not_take_at_all(self):
+        for n in range(3):
+            self.send(b"%d" % n)
+        run = self.store._run
+
+        def small(sql, **values):
+            if sql == buffer.PEGAR and 1 in json.loads(values["ids"]):
+                raise MemoryError
+            return run(sql, **values)
+
+        with mock.patch.object(self.store, "_run", small):
+            self.assertEqual([2, 3], [item["id"] for item in self.claim()])
+        self.assertEqual("não cabe na memória", self.rows()[0]["reason"])
+
+    def test_an_answer_has_a_bound_whatever_it_takes_to_show(self):
+        """A control character takes six bytes as JSON."""
+        self.open(MAX_BATCH_BYTES="1M")
+        for _ in range(4):
+            self.send(b"\x01" * 200_000)
+        self.assertEqual(4, len(self.rows()))
+        ids = []
+        while items := self.call("POST", "/fila/pegar?limite=4")[1]:
+            self.assertLess(len(items), 2_100_000)
+            found = [item["id"] for item in json.loads(items)]
+            if not found:
+                break
+            ids += found
+        self.assertEqual([1, 2, 3, 4], ids)
+        self.assertEqual({1}, {row["attempts"] for row in self.rows()})
 
     def test_an_empty_claim_writes_nothing(self):
         changes = self.store._db.total_changes
@@ -1982,8 +2165,47 @@ class PayloadTest(Case):
         tracemalloc.start()
         self.addCleanup(tracemalloc.stop)
         for body in (media, unclosed):
-            buffer.depth(body)
+            buffer.is_json(body)
         self.assertLess(tracemalloc.get_traced_memory()[1], 20 << 20)
+
+    def test_no_objects_are_made_of_a_payload(self):
+        """63 kB of packed brackets would be gigabytes of them."""
+        many = 1 << 22
+        bodies = (
+            b"[" + b"[[[]]]," * many + b"0]",
+            b'{"a":' * many,
+            b"[" + b'{"":0},' * many + b"0]",
+            b'""' * many,
+            b"[" + b'"",' * many + b"0]",
+            b"7," * many,
+            b'{"a":' + b"[" * 400 + b'"' + b'\\"' * many + b'"' + b"]" * 400 + b"}",
+        )
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        for body in bodies:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            buffer.payload_json(body)
+            buffer.read_json(body)
+            peak = tracemalloc.get_traced_memory()[1] - before
+            self.assertLess(peak, 4 * len(body) + (1 << 20), body[:9])
+
+    def test_json_with_very_many_values_comes_out_as_text(self):
+        body = b"[" + b"0," * buffer.STRUCTURE + b"0]"
+        self.assertEqual(b'"[0,', buffer.payload_json(body)[0][:4])
+        body = b"[" + b"0," * (buffer.STRUCTURE - 10) + b"0]"
+        self.assertEqual((body, False), buffer.payload_json(body))
+
+    def test_digits_in_a_string_are_no_number(self):
+        for body in (b'["' + b"7" * 5000 + b'"]', b"[" + b"7," * 5000 + b"7]"):
+            self.assertEqual((body, False), buffer.payload_json(body))
+
+    def test_a_form_of_very_many_fields_stays_text(self):
+        form = {"CONTENT_TYPE": "application/x-www-form-urlencoded"}
+        for count, kind in ((10_000, dict), (10_001, str)):
+            self.send("&".join(["a=b"] * count).encode(), **form)
+            [item] = self.claim("?formato=n8n")
+            self.assertIsInstance(item["body"], kind)
 
     def test_one_bad_message_leaves_the_batch_readable(self):
         for body in (b"{}", b"[NaN]", b"\xff", b"[" * 5000, b"7" * 5000, b"{}"):
@@ -4214,6 +4436,21 @@ class ConsumersTest(unittest.TestCase):
 
 
 class HealthTest(Case):
+    def test_it_writes_once_a_second_at_most(self):
+        with mock.patch.object(self.store, "probe") as probe:
+            for _ in range(100):
+                self.assertEqual(200, self.call("GET", "/health", token=None)[0])
+            self.assertEqual(1, probe.call_count)
+            self.app._probed -= 1
+            self.call("GET", "/health", token=None)
+            self.assertEqual(2, probe.call_count)
+
+    def test_trouble_is_not_remembered(self):
+        with mock.patch.object(self.store, "probe", side_effect=sqlite3.Error):
+            for _ in range(2):
+                self.assertEqual(503, self.call("GET", "/health", token=None)[0])
+        self.assertEqual(200, self.call("GET", "/health", token=None)[0])
+
     def test_it_asks_for_no_token_and_tells_no_details(self):
         answer = self.call("GET", "/health", token=None)
         self.assertEqual((200, '{"status":"ok"}\n'), answer)
@@ -4725,6 +4962,57 @@ class BodyTest(Case):
             environ.update({"HTTP_X_TOKEN": TOKEN, "CONTENT_LENGTH": text})
             reply = self.app.respond({**environ, "wsgi.input": io.BytesIO(b"123")})
             self.assertEqual(400, reply.code, text[:9])
+
+
+class WeakTokensTest(unittest.TestCase):
+    """What can be guessed, or read in README, opens nothing but this machine."""
+
+    GOOD = "sixteen-letters!"
+
+    def start(self, is_private=False, **tokens):
+        settings = buffer.Settings.read({"TOKEN": self.GOOD, **tokens})
+        with self.assertLogs("buffer") as log:
+            buffer.log.info("begins")
+            buffer.refuse_weak_tokens(settings, is_private)
+        return log.output[1:]
+
+    def test_they_do_not_start_where_others_can_try(self):
+        for name in ("TOKEN", "WEBHOOK_TOKEN", "METRICS_TOKEN"):
+            for weak in (
+                "short",
+                "fifteen-letters",
+                "a-long-random-secret",
+                f"{self.GOOD},x",
+            ):
+                with self.assertRaisesRegex(
+                    buffer.StartError, "can be guessed. Try: TOKEN="
+                ):
+                    self.start(**{name: weak})
+                self.assertEqual(1, len(self.start(True, **{name: weak})))
+        self.assertEqual([], self.start())
+
+    def test_only_loopback_is_private(self):
+        for address, private in (("127.0.0.1", True), ("0.0.0.0", False)):
+            with socket.create_server((address, 0)) as sock:
+                self.assertEqual(private, buffer.is_private(sock))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            socket.socket(socket.AF_UNIX) as sock,
+        ):
+            sock.bind(f"{folder}/s")  # a proxy passes everybody on
+            self.assertFalse(buffer.is_private(sock))
+
+    def test_readme_tells_no_token_that_works_anywhere(self):
+        readme = (HERE / "README.md").read_text()
+        for token in re.findall(r"TOKEN=([\w-]{4,})", readme):
+            if not token.startswith(("WEBHOOK", "METRICS")):
+                self.assertIn(token.encode(), buffer.EXAMPLES)
+
+    def test_short_secrets_are_warned_of(self):
+        settings = buffer.Settings.read({"TOKEN": self.GOOD, "SECRET_X": "whsec_short"})
+        with mock.patch("logging.basicConfig"), self.assertLogs("buffer") as log:
+            buffer.start_log(settings)
+        self.assertIn("SECRET_X is shorter than 16", log.output[0])
 
 
 class HostedTest(Case):
@@ -9200,7 +9488,7 @@ class ServiceLogTest(unittest.TestCase):
             service.stop()
             lines = service.log.read_text().splitlines()
         levels = [json.loads(line)["level"] for line in lines]
-        self.assertEqual(["WARNING", "INFO", "WARNING", "INFO"], levels)
+        self.assertEqual(["WARNING", "INFO", "INFO", "WARNING", "INFO"], levels)
 
     def test_a_crash_says_where_but_not_with_what(self):
         for log_format in ("text", "json"):
