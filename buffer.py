@@ -4728,6 +4728,7 @@ NOT_KEPT = re.compile(
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # dumps() makes one each time
 quote_json = json.encoder.encode_basestring_ascii
+quote_text = json.encoder.encode_basestring  # an emoji stays four bytes, not twelve
 
 
 @functools.lru_cache(maxsize=256)
@@ -5022,7 +5023,7 @@ def json_string(body):
     """UTF-8 as a JSON string, by pieces: a str of it all can be four times its size."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     parts = [
-        quote_json(decoder.decode(body[at : at + 65536]))[1:-1].encode()
+        quote_text(decoder.decode(body[at : at + 65536]))[1:-1].encode()
         for at in range(0, len(body), 65536)
     ]
     return b"".join([b'"', *parts, b'"'])
@@ -5170,6 +5171,10 @@ def mended(row):
                 errors="replace"
             )
     return row
+
+
+class Unshown(Exception):
+    """(id, why) of a message that cannot be shown."""
 
 
 class Full(Exception):
@@ -5466,21 +5471,23 @@ class App:
         """The items of a claim as JSON, or None. What cannot be shown goes to erro, alone;
         what would make the answer too large stays for the next claim."""
         while True:
+            failed = None
             try:
                 with self.store.transaction():  # what is not shown is not given out
-                    found = claim(limit)
-                    parts = [*self.parts(found, shown, as_conversations)]
+                    return self.items(claim(limit), shown, as_conversations)
             except Full as full:
                 limit = full.count
-                continue
-            if parts or not found:
-                return b"[%s]" % b",".join(parts) if parts else None
+            except Unshown as error:
+                failed = error.args
+            if failed:  # out there the memory is free again
+                self.store.erro([failed[0]], reason=failed[1])
 
-    def parts(self, found, shown, as_conversations):
-        """Each of what was claimed, shown. Full, once it is more than an answer takes."""
-        room, count = (
+    def items(self, found, shown, as_conversations):
+        """What was claimed as JSON, or None for nothing. Full, once it is more than an
+        answer takes; Unshown for what cannot be."""
+        room, parts = (
             self.settings.max_batch_bytes + (1 << 20),
-            0,
+            [],
         )  # that is for headers
         for one in found:
             who, rows = (one[:2], one[2]) if isinstance(one, tuple) else (None, [one])
@@ -5489,19 +5496,20 @@ class App:
                 try:
                     items[row["id"]] = shown(row)
                 except Exception as error:  # noqa: BLE001 - whatever it is, others wait
-                    if count and isinstance(error, MemoryError):
-                        raise Full(count) from None
-                    reason = f"não pode ser mostrada: {safe_text(error)}"
-                    self.store.erro([row["id"]], reason=reason)
+                    if parts and isinstance(error, MemoryError):
+                        raise Full(len(parts)) from None
+                    why = f"não pode ser mostrada: {safe_text(error)}"
+                    raise Unshown(row["id"], why) from None
             room -= sum(map(len, items.values()))
-            if count and room < 0:
-                raise Full(count)
-            count += bool(items)
-            if items and as_conversations:
-                rows = [row for row in rows if row["id"] in items]
-                yield conversation_json(*who, rows, lambda row: items[row["id"]])  # noqa: B023
+            if parts and room < 0:
+                raise Full(len(parts))
+            if as_conversations:
+                parts.append(
+                    conversation_json(*who, rows, lambda row: items[row["id"]])  # noqa: B023 - at once
+                )
             else:
-                yield from items.values()
+                parts += items.values()
+        return b"[%s]" % b",".join(parts) if parts else None
 
     def grouping(self, request):
         """What `agrupar` and `serie` mean to the store; {} for plain messages.

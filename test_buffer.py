@@ -10232,6 +10232,47 @@ class CrowdTest(Proof):
         self.assertEqual(24, len(json.loads(answer(reader)[2])))
 
 
+class SmallMachineTest(Proof):
+    """512 MB of address space, the default settings, and the worst that they take."""
+
+    SIZE = 32 << 20
+
+    def worst(self):
+        for part in (b"[[[[[]]]],", b'{"":0},', b'{"a":', b"0,", b"{},", b'"",'):
+            yield part * (self.SIZE // len(part))
+        for part in (b"[[[]]],", b"0,", b"{},"):
+            yield b"[" + part * (self.SIZE // len(part) - 2) + b"0]"
+        for part in ("😀".encode(), b"\x01", b"\xff", b'"', b"a&"):
+            yield part * (self.SIZE // len(part))
+
+    @long
+    def test_no_message_stops_the_others(self):
+        if not shutil.which("prlimit"):
+            self.skipTest("prlimit is not installed")
+        server = self.enter(Service(prefix=("prlimit", f"--as={512 << 20}")))
+        good, claimed = 0, []
+        for body in self.worst():
+            for each in (body, b'{"good":1}'):
+                status = server.call("POST", "/webhook", each)[0]
+                self.assertEqual(200, status, body[:10])
+            good += 1
+        packed = zlib.compress(b'{"a":' * 6_700_000, 9)
+        headers = {"Content-Encoding": "deflate"}
+        status = server.call("POST", "/webhook", packed, headers)[0]
+        self.assertEqual(413, status)
+        form = "?formato=n8n&limite=3"
+        while items := json.loads(server.call("POST", f"/fila/pegar{form}")[2]):
+            claimed += [item["id"] for item in items if item["body"] == {"good": 1}]
+            for item in items:
+                server.call("POST", f"/fila/{item['id']}/processado")
+        self.assertEqual(good, len(claimed))
+        status, _, text = server.call("GET", "/fila?status=erro")
+        self.assertEqual(200, status)
+        reasons = {item["motivo"] for item in json.loads(text)}
+        self.assertLessEqual(reasons, {"não pode ser mostrada: MemoryError"})
+        self.assertEqual(200, server.call("GET", "/health")[0])
+
+
 class ContentionTest(Proof):
     def claim(self, port):
         """Eight threads take seven at a time until there is nothing; the ids."""
