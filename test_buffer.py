@@ -2179,6 +2179,9 @@ class PayloadTest(Case):
             b"[" + b'"",' * many + b"0]",
             b"7," * many,
             b'{"a":' + b"[" * 400 + b'"' + b'\\"' * many + b'"' + b"]" * 400 + b"}",
+            # valid ones in which the strings have to be told from the rest
+            b'["' + b"7" * 5000 + b'a\\"' * many + b'"]',
+            b'["' + b'a\\"' * many + b'"' + b",[]" * 600 + b"]",
         )
         tracemalloc.start()
         self.addCleanup(tracemalloc.stop)
@@ -2189,6 +2192,46 @@ class PayloadTest(Case):
             buffer.read_json(body)
             peak = tracemalloc.get_traced_memory()[1] - before
             self.assertLess(peak, 4 * len(body) + (1 << 20), body[:9])
+
+    def test_a_payload_is_judged_in_time_linear_in_its_bytes(self):
+        """Four times the bytes may take six times as long; a square would be sixteen."""
+
+        def took(head, fill, tail, size):
+            body, best = head + fill * (size // len(fill)) + tail, math.inf
+            for _ in range(3):
+                began = time.process_time()
+                buffer.payload_json(body)
+                buffer.read_json(body)
+                best = min(best, time.process_time() - began)
+            return best
+
+        digits = b'["' + b"7" * 5000
+        for head, fill, tail in (
+            (b"[", b"[" * 480 + b"]" * 480 + b",", b"0]"),
+            (digits, b'\\"', b'"]'),
+            (digits, b"\\\\", b'"]'),
+            (digits + b'"', b',"a"', b"]"),
+            (b"", b'"', b""),
+            (b'"', b"\\", b""),
+            (b"", b" ", b"x"),
+            (b"[", b"1", b"]"),
+            (b"", b"-", b""),
+            (b"", b"[", b""),
+            (b"", b'{"a":', b""),
+        ):
+            least, most = (took(head, fill, tail, n << 10) for n in (128, 512))
+            if most > 0.004:
+                self.assertLess(most, 6 * least, (head[:3], fill[:9]))
+                self.assertLess(most, 0.15, (head[:3], fill[:9]))
+
+    def test_a_backslash_ends_no_string_that_it_is_not_escaped_in(self):
+        self.assertTrue(buffer.is_json(b'"' + b"[" * 600 + b'"'))
+        for text in (b'"\\\\"', b'"\\\\\\""', b'"\\n\\\\"'):
+            flat = b"[" + text + b",[]" * 600 + b"," + text + b"]"
+            inside = b'["\\\\\\"' + b"[" * 600 + b'",' + text + b"]"
+            deep = b"[" * 501 + text + b"]" * 501
+            found = [buffer.is_json(body) for body in (flat, inside, deep)]
+            self.assertEqual([True, True, False], found, text)
 
     def test_json_with_very_many_values_comes_out_as_text(self):
         body = b"[" + b"0," * buffer.STRUCTURE + b"0]"
@@ -10242,6 +10285,8 @@ class SmallMachineTest(Proof):
             yield part * (self.SIZE // len(part))
         for part in (b"[[[]]],", b"0,", b"{},"):
             yield b"[" + part * (self.SIZE // len(part) - 2) + b"0]"
+        for rest in (b"7" * 5000 + b'"]', b'"' + b",[]" * 600 + b"]"):
+            yield b'["' + b'a\\"' * ((self.SIZE - 9000) // 3) + rest
         for part in ("😀".encode(), b"\x01", b"\xff", b'"', b"a&"):
             yield part * (self.SIZE // len(part))
 
