@@ -4901,8 +4901,9 @@ class Request:
 
 
 def read_json(body):
-    """The value of a JSON text, or None; also of one with more than OBJECTS in it."""
-    if structure(body) > OBJECTS:
+    """The value of a JSON text, or None; also of one with more than OBJECTS in it, or
+    with a number that Python before 3.10.7 would work on for minutes."""
+    if structure(body) > OBJECTS or has_long_number(body):
         return None
     try:
         text = body.decode()

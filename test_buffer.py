@@ -1612,6 +1612,29 @@ class ReplayTest(SourceCase):
         with self.assertRaisesRegex(buffer.StartError, "cannot be read"):
             self.open(SIGN_GITHUB="X-S [{t:X-Time}.]{body} -")
 
+    def test_addresses_and_reasons_cost_time_in_line_with_their_bytes(self):
+        trusted = buffer.Settings.read({"TOKEN": "x" * 16, "TRUSTED_PROXY": "::1"})
+
+        def client(text):
+            environ = {"REMOTE_ADDR": "::1", "HTTP_X_FORWARDED_FOR": text}
+            return buffer.client_address(environ, trusted.trusted_proxy)
+
+        def took(function, text):
+            best = math.inf
+            for _ in range(3):
+                began = time.process_time()
+                function(text)
+                best = min(best, time.process_time() - began)
+            return best
+
+        fills = ("[", "]", ":", "1", "[]", "]:1", "::1,", "[::1]:80,", ",", " ", "7 a")
+        functions = buffer.without_port, buffer.named, buffer.macs_in, client
+        for function, fill in itertools.product(functions, fills):
+            texts = (f"[{fill * (n * 1024 // len(fill))}x" for n in (16, 64))
+            least, most = (took(function, text) for text in texts)
+            if most > 0.004:
+                self.assertLess(most, 6 * least, (function, fill))
+
     def test_a_form_that_is_signed_has_a_bound(self):
         body = b"a=" + b"%62" * 400_000
         headers = {"HTTP_X_TWILIO_SIGNATURE": "A" * 28}
@@ -2232,6 +2255,16 @@ class PayloadTest(Case):
             deep = b"[" * 501 + text + b"]" * 501
             found = [buffer.is_json(body) for body in (flat, inside, deep)]
             self.assertEqual([True, True, False], found, text)
+
+    def test_a_number_of_very_many_digits_is_not_computed(self):
+        """Python before 3.10.7 takes the square of their number in time."""
+        if hasattr(sys, "set_int_max_str_digits"):
+            self.addCleanup(sys.set_int_max_str_digits, sys.get_int_max_str_digits())
+            sys.set_int_max_str_digits(0)
+        for value in (b"7" * 4300, b'"' + b"7" * 5000 + b'"'):
+            found = buffer.read_json(b'{"id":%s}' % value)
+            self.assertEqual(value.strip(b'"').decode(), str(found["id"]))
+        self.assertIsNone(buffer.read_json(b'{"a":"\\"","id":' + b"7" * 4301 + b"}"))
 
     def test_json_with_very_many_values_comes_out_as_text(self):
         body = b"[" + b"0," * buffer.STRUCTURE + b"0]"
