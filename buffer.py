@@ -5455,7 +5455,8 @@ class App:
         }
         by_time = how.get("quiet", 0) > 0  # no new message makes a conversation quiet
         wait_for = tuple(how.items())
-        nothing = Reply.json(b"[]", wait=wait, wait_for=wait_for, by_time=by_time)
+        waits = {"wait": wait, "wait_for": wait_for, "by_time": by_time}
+        nothing = Reply.json(b"[]", headers=PRIVATE, **waits)
         if wait and when == "later":
             return nothing
         shown = item_n8n if request.word("formato") == "n8n" else item_json

@@ -3820,6 +3820,18 @@ class HistoryTest(QueueCase):
 
 
 class RawPayloadTest(QueueCase):
+    def test_no_cache_keeps_what_a_claim_or_metrics_answer(self):
+        self.store.webhook(b"{}", True)
+        for method, path in (
+            ("POST", "/fila/pegar"),
+            ("POST", "/fila/pegar"),  # nothing is left
+            ("GET", "/metrics"),
+        ):
+            environ = {"REQUEST_METHOD": method, "HTTP_X_TOKEN": TOKEN}
+            reply = self.app.respond({**environ, "PATH_INFO": path})
+            self.assertEqual(200, reply.code)
+            self.assertLessEqual(set(buffer.PRIVATE), set(reply.headers), path)
+
     def test_it_comes_as_it_came_and_no_browser_runs_it(self):
         for body in (b"<script>x</script>", b"\xff\x00", b'{"a":1.10}'):
             self.store.webhook(body, buffer.is_utf8(body))
