@@ -688,8 +688,8 @@ NEW_COLUMNS = {
     "group_key": "TEXT",  # its conversation
     "size": "INTEGER",  # bytes of the payload
     "method": "TEXT",
-    "path": "TEXT",  # what followed /webhook/
-    "query": "TEXT",  # a JSON object, without the token
+    "path": "TEXT",  # what followed /webhook/ or the source, escaped as it came
+    "query": "TEXT",  # as it came, but for the token
     "headers": "TEXT",  # a JSON object, without credentials
     "reason": "TEXT",  # erro: why
     "tries": "TEXT",  # lines: second, what, who has it now or why it ended; see TOLD
@@ -1867,8 +1867,8 @@ class Store:
     ):
         """Keeps one message, in bytes; `is_text` where they are UTF-8.
 
-        The others are texts, query and headers JSON objects. False, and nothing is kept,
-        when this source's event is known already.
+        The others are texts, headers a JSON object. False, and nothing is kept, when
+        this source's event is known already.
         """
         sql = WEBHOOK if is_text else WEBHOOK_BYTES
         # one INSERT undoes itself when it fails: inside a transaction it needs no
@@ -2726,12 +2726,12 @@ def signed_query(source, request, name, given):
     text, *more = request.query.get(name, [""])
     if more:  # which of them is signed, and which is read?
         raise BadSignature("assinatura")
-    return (text.lower() if lower else text).encode() or None
+    return (text.lower() if lower else text).encode(errors="surrogateescape") or None
 
 
 def signed_form(source, request, name, given):
     """Twilio's: keys and values, sorted; for other bodies a hash stands in the URL."""
-    digest = request.query.get("bodySHA256", [""])[0].encode()
+    digest = request.query.get("bodySHA256", [""])[0].encode(errors="replace")
     if digest:
         found = hashlib.sha256(request.raw).hexdigest().encode()
         return b"" if hmac.compare_digest(digest, found) else None
@@ -4726,6 +4726,18 @@ NOT_KEPT = re.compile(
 )
 
 
+VISIBLE = "".join(map(chr, range(33, 127)))  # what may stand in a target (RFC 9112 3.2)
+INVISIBLE = re.compile("[^!-~]")
+ESCAPE = re.compile("%[0-9A-Fa-f]{2}|.", re.DOTALL)  # a byte of a path as it came
+
+
+def escaped_target(text):
+    """A piece of a target, as PEP 3333 gives it, as it may be sent on: most as it is."""
+    if not INVISIBLE.search(text):
+        return text
+    return urllib.parse.quote(text.encode("latin-1"), VISIBLE)
+
+
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # dumps() makes one each time
 quote_json = json.encoder.encode_basestring_ascii
 quote_text = json.encoder.encode_basestring  # an emoji stays four bytes, not twelve
@@ -4751,19 +4763,28 @@ def kept_names(keys):
 class Request:
     """What handlers need of a WSGI environ (PEP 3333: text there is latin-1)."""
 
-    _json = ...  # not read yet
+    _json = _query = ...  # not read yet
 
     def __init__(self, environ):
         self.environ = environ
         self.method = environ["REQUEST_METHOD"]
         path = environ.get("PATH_INFO", "")
         self.path = path.encode("latin-1").decode("utf-8", "replace")
-        self.query, self.query_token = {}, None
-        if environ.get("QUERY_STRING"):
-            self._read_query(environ["QUERY_STRING"])
-        self.suffix = ""  # what a sender appended to the token in the query
+        self.suffix = ""  # what a sender appended to the token in the query, escaped
         self.source = None  # the Source that has signed it
         self.raw = None  # the body, once it was read
+
+    @property
+    def query(self):
+        """{name: values} without the token. Bytes that are no UTF-8 become such as only
+        encode again with "surrogateescape": they can be signed."""
+        if self._query is ...:
+            text = self.environ.get("QUERY_STRING", "").encode("latin-1")
+            options = {"keep_blank_values": True, "errors": "surrogateescape"}
+            text = text.decode(errors="surrogateescape")
+            self._query = urllib.parse.parse_qs(text, **options) if text else {}
+            self._query.pop("token", None)
+        return self._query
 
     def in_query(self, name):
         """A credential's bytes from the query, or None. A plus stays one: it is part of
@@ -4773,12 +4794,6 @@ class Request:
             if key == name:
                 return urllib.parse.unquote_to_bytes(value.encode("latin-1"))
         return None
-
-    def _read_query(self, text):
-        text = text.encode("latin-1").decode("utf-8", "replace")
-        self.query = urllib.parse.parse_qs(text, keep_blank_values=True)
-        self.query.pop("token", None)
-        self.query_token = self.in_query("token")
 
     def header(self, name):
         return self.environ.get(environ_key(name))
@@ -4804,7 +4819,9 @@ class Request:
 
     def word(self, name):
         """The first value of a name in the query, or None."""
-        return self.query.get(name, [None])[0]
+        for text in self.query.get(name, ()):
+            return text.encode(errors="surrogateescape").decode(errors="replace")
+        return None
 
     def source_name(self):
         """`fonte` as names are kept, or None. Refusal 400 when it is empty: a variable
@@ -4890,14 +4907,42 @@ class Request:
         ]
         return "{" + ",".join(texts) + "}"
 
+    def kept_path(self):
+        """The path below /webhook or the source, as it came; None for none."""
+        path = self.params.get("rest")
+        if path:  # what it is in bytes: "/webhook/" in front of it is ASCII
+            path = self.environ["PATH_INFO"][len(self.path) - len(path) :].lstrip("/")
+            if self.source:
+                path = path.partition("/")[2].lstrip("/")
+            path = path and self.as_it_came(path)
+        if self.suffix:
+            path = f"{(path or '').rstrip('/')}/{self.suffix}".lstrip("/")
+        return path or None
+
+    def as_it_came(self, end):
+        """The end of the path before its escapes were decoded."""
+        if "%" not in self.environ.get("REQUEST_URI", "%") and end.isascii():
+            return end
+        path = re.split("[?#]", self.target, maxsplit=1)[0]
+        if "%" in path:
+            path = ESCAPE.findall(path)
+        came = escaped_target("".join(path[-len(end) :]))
+        if urllib.parse.unquote_to_bytes(came) == end.encode("latin-1"):
+            return came
+        # the server has changed it
+        return urllib.parse.quote(end, "/;=,:@!$&'()*+", "latin-1")
+
     def kept_query(self):
-        """The query as a JSON object or None."""
-        query = self.query
-        if not query:
+        """The query as it came, without credentials; None for none."""
+        text = self.environ.get("QUERY_STRING")
+        if not text:
             return None
+        hidden = ["token"]
         if self.source and not self.source.templates:
-            query = {k: v for k, v in query.items() if f"?{k}" != self.source.header}
-        return flat(query)
+            hidden.append(self.source.header.removeprefix("?").lower())
+        pairs = text.split("&")
+        pairs = [pair for pair in pairs if query_name(pair).lower() not in hidden]
+        return escaped_target("&".join(pairs)) or None
 
 
 def read_json(body):
@@ -4919,6 +4964,11 @@ scan_json = json.JSONDecoder().scan_once
 
 
 FIELDS = 10_000  # of a form
+
+
+def query_name(pair):
+    """The name in a part of a query that was split at "&"."""
+    return urllib.parse.unquote_plus(pair.partition("=")[0])
 
 
 def flat(query):
@@ -5062,10 +5112,23 @@ def quoted(value):
 
 
 def kept_json(text):
-    """Headers or the query of a row; ValueError when they are no JSON any more."""
+    """Headers of a row; ValueError when they are no JSON any more."""
     if text and not is_json(text.encode()):
-        raise ValueError("headers or query are damaged")
+        raise ValueError("headers are damaged")
     return text
+
+
+def path_text(path):
+    """A row's path without escapes, for people and routing keys; or None."""
+    return path and urllib.parse.unquote(path).strip("/")
+
+
+def query_json(query):
+    """A row's query as a JSON object, or None; UnicodeEncodeError as quoted()."""
+    if not query:
+        return None
+    query.encode()
+    return flat(urllib.parse.parse_qs(query, keep_blank_values=True))
 
 
 def moment(text):
@@ -5084,11 +5147,11 @@ def item_json(row, **more):
         recebido_em=moment(row["created_at"]),
         fonte=quoted(row["source"]),
         metodo=quoted(row["method"]),
-        caminho=quoted(row["path"]),
+        caminho=quoted(path_text(row["path"])),
         evento=quoted(row["event_id"]),
         chave=quoted(row["group_key"]),
         headers=kept_json(row["headers"]),
-        query=kept_json(row["query"]),
+        query=query_json(row["query"]),
     )
 
 
@@ -5107,7 +5170,7 @@ def item_n8n(row):
         tentativa=str(row["attempts"]),
         headers=headers,
         params="{}",
-        query=kept_json(row["query"]) or "{}",
+        query=query_json(row["query"]) or "{}",
         body=body,
     )
 
@@ -5353,16 +5416,17 @@ class App:
             request.source = self.source(request)
             if request.source:
                 return
-        good = self.good[right]
-        given = request.header_token() or request.query_token or b""
+        good, header = self.good[right], request.header_token()
+        given = header or request.in_query("token") or b""
         fits = [token for token in good if hmac.compare_digest(given, token)]
         if fits:
             return
-        if right is SENDER and given is request.query_token:
+        if right is SENDER and not header:
             for token in good:
                 head, rest = given[: len(token) + 1], given[len(token) + 1 :]
                 if hmac.compare_digest(head, token + b"/"):
-                    request.suffix = rest.decode("utf-8", "replace")
+                    rest = rest.strip(b"/")
+                    request.suffix = urllib.parse.quote(rest, "/;=,:@!$&'()*+")
                     return
         raise Refusal(401, "não autorizado", reason="token")
 
@@ -5395,11 +5459,6 @@ class App:
             return answer
         if not request.content:
             raise Refusal(400, "payload inválido")
-        path = request.params.get("rest", "").strip("/")
-        if source:
-            path = path.partition("/")[2]
-        if request.suffix:
-            path = f"{path}/{request.suffix.strip('/')}".strip("/")
         words = (source.id_word,) if source else settings.dedupe
         keys = settings.group_key
         if source and source.group_key is not None:
@@ -5415,7 +5474,7 @@ class App:
             event_id=event_id,
             group_key=find_first(keys, request) if keys else None,
             method=request.method,
-            path=path or None,
+            path=request.kept_path(),
             query=request.kept_query(),
             headers=request.kept_headers(),
         )
@@ -5429,16 +5488,16 @@ class App:
 
     def check_url(self, request):
         """Meta checks a URL by GET before it sends; every other GET is refused."""
-        query = {name: values[0] for name, values in request.query.items()}
         wanted = self.settings.verify_token
         source = self.source(request)
         meta = wanted and (not source or source.preset == "meta")
-        if not meta or "hub.challenge" not in query or request.method == "HEAD":
+        challenge = request.word("hub.challenge")
+        if not meta or challenge is None or request.method == "HEAD":
             raise not_allowed(["POST"])
-        given = query.get("hub.verify_token", "").encode()
+        given = (request.word("hub.verify_token") or "").encode()
         if not hmac.compare_digest(given, wanted):
             raise Refusal(403, "proibido", reason="VERIFY_TOKEN")
-        return echo(query["hub.challenge"])
+        return echo(challenge)
 
     def pegar(self, request):
         """A batch. With `espera`, under our own server, the answer can wait:
@@ -5744,7 +5803,7 @@ class App:
         find = finder(text).search
 
         def fits(row):
-            others = row["event_id"], row["group_key"], row["path"]
+            others = row["event_id"], row["group_key"], path_text(row["path"])
             known = "\n".join(filter(None, others)).encode("utf-8", "replace")
             return row["id"] not in exact and (find(row["body"]) or find(known))
 
@@ -6275,6 +6334,24 @@ def idempotency_key(row):
     return urllib.parse.quote(key, safe="".join(map(chr, range(33, 127))))
 
 
+# A segment of dots, as targets may read it: after its escapes, with a backslash for a
+# slash, a parameter or a blank behind it, in UTF-8 that is longer than need be.
+SLASH = rb"[/\\]|\xc0\xaf|\xc1\x9c"
+DOTS = re.compile(rb"(^|%b)(\.|\xc0\xae)+([;\0- ][^/\\]*)?($|%b)" % (SLASH, SLASH))
+
+
+def climbs(segment):
+    """Whether a segment of a path is .., or holds it for who decodes it first."""
+    return bool(DOTS.search(urllib.parse.unquote_to_bytes(segment)))
+
+
+def names_in(query):
+    """Its names, those that a target may take for the same as one: PHP cuts them at [
+    and has _ for dots and blanks, others know no capitals or split at ; too."""
+    names = (query_name(pair).strip() for pair in re.split("[&;]", query))
+    return {re.sub("[ .]", "_", re.split(r"[\[\0]", name)[0]).lower() for name in names}
+
+
 class Push(Target):
     """Delivers by POST to a URL, with FORWARD_CONCURRENCY threads."""
 
@@ -6304,19 +6381,22 @@ class Push(Target):
             self.parcels.put(None)
 
     def address(self, parcel):
-        """Path and query: the URL's, then a message's own.
+        """Path and query: the URL's, then a message's own as they came.
 
-        Segments such as .. are left out: senders must not reach other paths.
+        Segments such as .. are left out, and names that the URL's query has: senders
+        must not reach other paths, nor say what FORWARD_URL says.
         """
         row = {"path": None, "query": None} if parcel.conversation else parcel.rows[0]
-        rest = [part for part in (row["path"] or "").split("/") if part.strip(".")]
-        path = self.url.path or "/"
+        rest = [part for part in (row["path"] or "").split("/") if not climbs(part)]
+        rest, path = "/".join(rest).lstrip("/"), self.url.path or "/"
         if rest:
-            quoted = (urllib.parse.quote(part, "!$&'()*+,=:@") for part in rest)
-            path = f"{path.rstrip('/')}/{'/'.join(quoted)}"
-        query = json.loads(row["query"] or "{}")
-        query = urllib.parse.urlencode(query, doseq=True, errors="replace")
-        query = "&".join(filter(None, (self.url.query, query)))
+            path = f"{path.rstrip('/')}/{rest}"
+        query = row["query"] or ""
+        if self.url.query:
+            ours = names_in(self.url.query)
+            pairs = query.split("&") if query else ()
+            pairs = (pair for pair in pairs if not ours & names_in(pair))
+            query = "&".join((self.url.query, *pairs))
         return f"{path}?{query}" if query else path
 
     def headers(self, parcel, body):
@@ -6753,7 +6833,8 @@ def import_pika(name):
 def routing_key(template, row):
     """Words between dots, for topic exchanges; at most 255 bytes, as AMQP has it."""
     key = template.replace("{fonte}", row["source"] or "webhook")
-    key = key.replace("{caminho}", (row["path"] or "").replace("/", "."))
+    path = path_text(row["path"]) or ""
+    key = key.replace("{caminho}", path.replace("/", "."))
     return short(key.strip("."))
 
 
@@ -6773,7 +6854,7 @@ def message_properties(row):
     return {
         "message_id": message_id,
         "timestamp": int(when.timestamp()),
-        "type": short(row["path"] or ""),
+        "type": short(path_text(row["path"]) or ""),
         "content_type": kind and short(kind),
         "app_id": short(socket.gethostname()),  # an id is unique on one machine
         "delivery_mode": 2,
@@ -7139,11 +7220,10 @@ def unreadable(code):
 
 
 # What stands in a head besides the ends of its lines; in a method, which is in capitals
-# (RFC 9110 9.1); in a field's name; in a target, where the rest is escaped.
+# (RFC 9110 9.1); in a field's name.
 PLAIN = bytes({9, *range(32, 127), *range(128, 256)})
 METHOD = b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NAME = METHOD + METHOD.lower()
-VISIBLE = "".join(map(chr, range(33, 127)))
 AUTHORITY = re.compile(rb"(?i)https?://(\[[0-9a-f:.]+\]|[\w.~%-]+)(:[0-9]*)?")
 
 

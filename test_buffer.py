@@ -1122,6 +1122,18 @@ class SourceTest(SourceCase):
             headers = {"HTTP_SIG": mac("s", text).hexdigest()}
             self.assertEqual(status, self.signed("/webhook/x?id=AbC", b"{}", headers))
 
+    def test_a_query_value_in_another_charset_can_be_signed(self):
+        self.open(SECRET_X="s", SIGN_X="Sig {q:id}|{q:id:lower} -".replace("|", "||"))
+        for query, message in (
+            ("%E9%FF", b"\xe9\xff"),
+            ("A%E9", b"a\xe9"),
+            ("%C3%89", "é".encode()),
+        ):
+            headers = {"HTTP_SIG": mac("s", message).hexdigest()}
+            self.assertEqual(200, self.signed(f"/webhook/x?id={query}", b"{}", headers))
+        headers = {"HTTP_SIG": mac("s", b"\xef\xbf\xbd").hexdigest()}
+        self.assertEqual(401, self.signed("/webhook/x?id=%E9", b"{}", headers))
+
     def test_either_of_two_templates_may_match(self):
         self.open(SECRET_X="s", SIGN_X="Sig a{body}||sha1:b{body} -")
         for part, algorithm, status in (
@@ -5487,6 +5499,155 @@ class PushTest(DeliveryCase):
         self.assertIn("fila_plain", names())
         buffer.open_delivery(buffer.Settings.read({"TOKEN": TOKEN}), self.store)
         self.assertNotIn("fila_plain", names())
+
+
+class AsItCameTest(DeliveryCase):
+    """Path and query, from the head of a request to the target."""
+
+    def arrive(self, target, fields=(), token=TOKEN):
+        incoming = buffer.Incoming(self.app, "127.0.0.1")
+        incoming.received(http_post(b"{}", fields, target, token))
+        self.assertEqual(200, self.app.respond(incoming.environ).code, target)
+
+    def passed_on(self, target, forward="/base", **settings):
+        """The target of the one request that comes of it."""
+        self.setUp()
+        place = self.answers()
+        self.open(FORWARD_URL=place.url + forward, **settings)
+        self.arrive(target)
+        self.flow()
+        return place.requests[0][1]
+
+    def test_path_and_query_are_passed_on_byte_for_byte(self):
+        for sent in (
+            "/a%2Fb/%E9?b=2&a=1&b=3&uploads&sig=%E9%FF",
+            "/loja/",
+            "/a//b/",
+            "/a%2fb%2Fc",
+            "/x;v=1/(~!$'*,=:@)/%7e",
+            "/50%/%zz/%",
+            "?uploads",
+            "?a=1&&b=&=c&d=%26+%20&e=;f",
+            "?a=http://x/?y[]=1",
+            "/...x/.git/a..b/..c",
+        ):
+            self.assertEqual("/base" + sent, self.passed_on("/webhook" + sent))
+
+    def test_what_may_not_stand_in_a_target_is_escaped(self):
+        self.assertEqual(
+            "/base/caf%C3%A9?q=%C3%A9", self.passed_on("/webhook/café?q=é")
+        )
+
+    def test_the_absolute_form_and_a_fragment(self):
+        for sent in (
+            "http://h:1/webhook/a%2Fb?c",
+            "//webhook//a%2Fb?c",
+            "/%77ebhook/a%2Fb?c",
+        ):
+            self.assertEqual("/base/a%2Fb?c", self.passed_on(sent), sent)
+        self.assertEqual("/base/a", self.passed_on("/webhook/a#b/c"))
+
+    def test_the_token_is_left_out_wherever_it_stands(self):
+        for sent, expected in (
+            (f"?token={TOKEN}", ""),
+            (f"?a&token={TOKEN}&b=", "?a&b="),
+            (f"?%74oken={TOKEN}&a=%E9", "?a=%E9"),
+            (f"?a&TOKEN={TOKEN}", "?a"),
+            (f"/x?token={TOKEN}/messages-upsert", "/x/messages-upsert"),
+            (f"/x/?token={TOKEN}/a%3Fb&c", "/x/a%3Fb?c"),
+        ):
+            with self.subTest(sent):
+                self.setUp()
+                place = self.answers()
+                self.open(FORWARD_URL=place.url + "/base")
+                data = http_post(b"{}", (), "/webhook" + sent)
+                if "?token" in sent:
+                    data = data.replace(f"X-Token: {TOKEN}\r\n".encode(), b"")
+                incoming = buffer.Incoming(self.app, "127.0.0.1")
+                incoming.received(data)
+                self.assertEqual(200, self.app.respond(incoming.environ).code)
+                self.flow()
+                self.assertEqual("/base" + expected, place.requests[0][1])
+
+    def test_no_segment_leads_out_of_the_targets_path(self):
+        for sent, expected in (
+            ("/../x", "/x"),
+            ("/%2e%2E/.%2e/./x", "/x"),
+            ("/a/..;v=1/x", "/a/x"),
+            ("/a/..%3bv/x", "/a/x"),
+            ("/..%2F..%2fadmin/x", "/x"),
+            ("/a%2F..%2Fb/x", "/x"),
+            ("/..%5C..%5cx/y", "/y"),
+            ("/..\\x/y", "/y"),
+            ("/%c0%ae%c0%ae/..%c0%afx/y", "/y"),
+            ("/..%00/..%20/y", "/y"),
+            ("/..//x", "/x"),
+            ("//x", "/x"),
+            ("/..", ""),
+        ):
+            self.assertEqual(
+                "/base" + expected, self.passed_on("/webhook" + sent), sent
+            )
+        self.assertEqual("/x", self.passed_on("/webhook//..//x", ""))
+
+    def test_a_name_in_the_targets_own_query_is_not_the_senders_to_say(self):
+        for sent in (
+            *(
+                "mode=evil",
+                "%6Dode=evil",
+                "MODE=evil",
+                "mode",
+                "mode[]=evil",
+                "mode[x]=evil",
+            ),
+            *("+mode=evil", "mode%00x=evil", "x;mode=evil", "a.b=evil", "a+b=evil"),
+        ):
+            found = self.passed_on(f"/webhook?c&{sent}&d=%E9", "/x?mode=safe&a_b=1")
+            self.assertEqual("/x?mode=safe&a_b=1&c&d=%E9", found, sent)
+        self.assertEqual("/x?mode=safe", self.passed_on("/webhook", "/x?mode=safe"))
+
+    def test_consumers_see_names_and_values(self):
+        self.arrive("/webhook/a%2Fb/%C3%A9/?b=2&a=1&b=3&uploads&sig=%FF&c=x+y")
+        self.arrive("/webhook/%2F/?")
+        item, bare = self.claim()
+        self.assertEqual("a/b/é", item["caminho"])
+        expected = {
+            "b": ["2", "3"],
+            "a": "1",
+            "uploads": "",
+            "sig": "\ufffd",
+            "c": "x y",
+        }
+        self.assertEqual(expected, item["query"])
+        self.assertEqual(list(expected), list(item["query"]))
+        self.assertFalse({"caminho", "query"} & bare.keys())
+        [found] = json.loads(self.call("GET", "/fila?busca=b/É")[1])["mensagens"]
+        self.assertEqual(1, found["id"])
+
+    def test_below_a_source_what_follows_its_name(self):
+        self.open(SECRET_LOJA="s", SIGN_LOJA="X-T - -")
+        for sent, kept in (
+            ("loja/a%2Fb/", "a%2Fb/"),
+            ("LO%4aA//a%2Fb", "a%2Fb"),
+            ("loja%2Fa%2Fb", "a%2Fb"),
+            ("loja/", None),
+            ("loja", None),
+        ):
+            self.arrive(f"/webhook/{sent}", ["X-T: s"])
+            self.assertEqual(kept, self.rows()[-1]["path"], sent)
+
+    def test_where_the_server_tells_no_target_or_another_one(self):
+        for uri in (
+            {},
+            {"REQUEST_URI": "/app/else?x"},
+            {"RAW_URI": "/webhook/%61/b%3Fc%E9"},
+        ):
+            path = {"PATH_INFO": "/webhook/a/b?c\xe9", **uri}
+            self.call("POST", "/?d=\xe9 &e", b"{}", **path)
+            row = self.rows()[-1]
+            came = "%61" if "RAW_URI" in uri else "a"
+            self.assertEqual(f"{came}/b%3Fc%E9", row["path"])
+            self.assertEqual("d=%C3%A9%20&e", row["query"])
 
 
 def self_signed(folder):
