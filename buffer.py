@@ -5161,10 +5161,8 @@ def item_n8n(row):
     headers = kept_json(row["headers"]) or "{}"
     kind = json.loads(headers).get("content-type", "")
     if kind.lower().startswith("application/x-www-form-urlencoded"):
-        options = {"keep_blank_values": True, "max_num_fields": FIELDS}
-        text = row["body"].decode("utf-8", "replace")
-        with contextlib.suppress(ValueError):  # more of them stay text
-            body = flat(urllib.parse.parse_qs(text, **options)) or "{}"
+        with contextlib.suppress(ValueError):  # one with more FIELDS stays text
+            body = form_json(row["body"], kind) or "{}"
     return joined(
         id=str(row["id"]),
         tentativa=str(row["attempts"]),
@@ -5173,6 +5171,38 @@ def item_n8n(row):
         query=query_json(row["query"]) or "{}",
         body=body,
     )
+
+
+# Not every codec of Python: some take the square of the time, some are none of text.
+CHARSET = re.compile(
+    r"""(?i);\s*charset\s*=\s*["']?(utf-?8|(?:iso-?8859|windows|cp)-?[0-9]{1,4}"""
+    r"""|latin-?[0-9]{1,2}|koi8-[ru]|shift_jis|euc-(?:jp|kr)|gbk|gb2312|gb18030|big5)\b"""
+)
+
+
+def form_json(body, kind):
+    """A form as a JSON object, or None for an empty one: in the charset that its content
+    type names, else in UTF-8, else in windows-1252. ValueError for too many fields."""
+    options = {"keep_blank_values": True, "max_num_fields": FIELDS}
+    text = body.decode("latin-1")  # a character for a byte, until all are decoded
+    form = urllib.parse.parse_qs(text, encoding="latin-1", **options)
+    for charset in (*CHARSET.findall(kind), "utf-8", "windows-1252"):
+        with contextlib.suppress(UnicodeDecodeError, LookupError):
+            return flat(recoded(form, charset, "strict"))
+    return flat(
+        recoded(form, "windows-1252", "replace")
+    )  # five bytes mean nothing there
+
+
+def recoded(form, charset, errors):
+    def text(value):
+        return (
+            value
+            if value.isascii()
+            else value.encode("latin-1").decode(charset, errors)
+        )
+
+    return {text(name): [*map(text, values)] for name, values in form.items()}
 
 
 def conversation_json(source, key, rows, shown):

@@ -2799,6 +2799,27 @@ class ClaimOptionsTest(QueueCase):
         self.assertEqual({"a": "1", "b": ["é", "2"]}, form["body"])
         self.assertEqual("text", text["body"])
 
+    def test_formato_n8n_reads_a_form_in_its_charset(self):
+        for body, charset, value in (
+            (b"nome=Jos%E9", "", "José"),
+            (b"nome=Jos\xe9", "", "José"),
+            (b"nome=%80", "; charset=windows-1252", "€"),
+            (b"nome=%CF%F0", '; Charset="windows-1251"; x=y', "Пр"),
+            (b"nome=%83e", "; charset=shift_jis", "テ"),
+            (b"nome=Jos%C3%A9", "; charset=ISO-8859-1", "JosÃ©"),
+            (b"nome=Jos%C3%A9", "", "José"),
+            (b"nome=Jos%C3%A9", "; charset=utf-8", "José"),
+            (b"nome=Jos\xc3\xa9", "; charset=windows-9999", "José"),
+            (b"nome=Jos%E9", "; charset=utf-8", "José"),
+            (b"nome=%81%E9", "", "\ufffdé"),
+            (b"nome=%E9", "; charset=idna", "é"),
+            (b"nome=a-%E9", "; charset=punycode", "a-é"),
+        ):
+            kind = "application/x-www-form-urlencoded" + charset
+            self.send(body, CONTENT_TYPE=kind)
+            [item] = self.claim("?formato=n8n")
+            self.assertEqual({"nome": value}, item["body"], (body, charset))
+
     def test_a_form_is_kept_as_its_raw_text(self):
         self.send(b"a=1&b=%C3%A9", CONTENT_TYPE="application/x-www-form-urlencoded")
         self.assertEqual("a=1&b=%C3%A9", self.claim()[0]["payload"])
