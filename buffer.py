@@ -816,6 +816,15 @@ CREATE TABLE IF NOT EXISTS problemas (
 PROBLEMS = "SELECT kind, name, since, seen, text FROM problemas ORDER BY since, kind"
 PROBLEM = "INSERT INTO problemas VALUES (?, ?, ?, ?, ?)"
 
+# What tells this file from others whose messages have the same ids: random, made with the
+# file, and the same in a backup of it.
+FILE_ID_TABLE = "CREATE TABLE IF NOT EXISTS arquivo (id TEXT NOT NULL)"
+NEW_FILE_ID = """
+INSERT INTO arquivo (id)
+SELECT :id
+ WHERE NOT EXISTS (SELECT 1 FROM arquivo)"""
+FILE_ID = "SELECT id FROM arquivo"
+
 HAPPENED = """
 INSERT INTO contadores (name, label, n)
 VALUES (?, ?, ?)
@@ -1721,6 +1730,9 @@ class Store:
                 self._run(statement)
             self._run(MINUTES_TABLE)
             self._run(PROBLEMS_TABLE)
+            self._run(FILE_ID_TABLE)
+            self._run(NEW_FILE_ID, id=secrets.token_hex(8))
+            [[self.file_id]] = self._run(FILE_ID)
             if not self._run("PRAGMA table_info(contadores)"):
                 for statement in (COUNTERS_TABLE, COUNT_ALL, *TRIGGERS):
                     self._run(statement)
@@ -4718,12 +4730,43 @@ class Buckets:
 
 
 # Not the sender's, or not for the consumer: credentials, what belongs to the connection
-# (RFC 9110 7.6.1), what proxies add.
+# (RFC 9110 7.6.1), what proxies add and frameworks take for the path, method or client.
 NOT_KEPT = re.compile(
     "x-token|authorization|proxy-.*|cookie"
     "|connection|keep-alive|te|trailer|transfer-encoding|upgrade|expect"
-    "|forwarded|x-forwarded-.*|via|x-real-ip|true-client-ip|cf-.*|cdn-loop"
+    "|forwarded|x-forward(ed)?(-.*)?|via|x-real-ip|true-client-ip|cf-.*|cdn-loop"
+    "|x-original-.*|x-rewrite-.*|x-envoy-.*|x-host|x-http-method.*|x-method-override"
+    "|(x-|x-cluster-|fastly-)?client-ip"
 )
+
+
+class Hidden:
+    """What is not kept with a message, wherever a sender puts it: tokens, and secrets that
+    are sent as they are. Shorter ones could be words; they start on loopback only."""
+
+    SHORTEST = 16
+
+    def __init__(self, tokens, sources):
+        bare = [source for source in sources if not source.templates]
+        self.headers = {source.header.lower().replace("_", "-") for source in bare}
+        words = {*tokens, *(key for source in bare for key in source.secrets)}
+        words = [word.decode("latin-1") for word in words if len(word) >= self.SHORTEST]
+        self.words = {*words, *(quote_json(word)[1:-1] for word in words)}
+        ways = [
+            "".join(f"(?:{re.escape(c)}|(?i:%{ord(c):02x}))" for c in word)
+            for word in words
+        ]
+        self.pattern = re.compile("|".join(ways) or "(?!)")
+
+    def is_in(self, text):
+        """Whether it may stand in headers as JSON, or in a piece of a target."""
+        for word in self.words:
+            if word in text:
+                return True
+        return "%" in text and self.pattern.search(text)
+
+    def masked(self, text):
+        return self.pattern.sub("***", text) if self.is_in(text) else text
 
 
 VISIBLE = "".join(map(chr, range(33, 127)))  # what may stand in a target (RFC 9112 3.2)
@@ -4891,11 +4934,12 @@ class Request:
             self._json = read_json(self.content)
         return self._json
 
-    def kept_headers(self):
+    def kept_headers(self, hidden):
         """The sender's headers as a JSON object, names in lower case as in n8n."""
-        values, without = self.environ, None
-        if self.source and not self.source.templates:  # it holds the secret itself
-            without = self.source.header.lower().replace("_", "-")
+        values, without = self.environ, hidden.headers
+        options = values.get("HTTP_CONNECTION", "close").lower()
+        if options not in ("close", "keep-alive"):  # it names others that belong to it
+            without = without | {option.strip() for option in options.split(",")}
         if self.content is not self.raw:
             values = {**values, "CONTENT_LENGTH": str(len(self.content))}
             values.pop("HTTP_CONTENT_ENCODING")
@@ -4903,11 +4947,17 @@ class Request:
             tuple(values)
         )
         texts = [
-            json_ + quote_json(values[key]) for key, n, json_ in names if n != without
+            json_ + quote_json(values[key])
+            for key, n, json_ in names
+            if n not in without
         ]
-        return "{" + ",".join(texts) + "}"
+        text = "{" + ",".join(texts) + "}"
+        if hidden.is_in(text):
+            texts = {n: hidden.masked(values[key]) for key, n, _ in names}
+            text = to_json({n: t for n, t in texts.items() if n not in without})
+        return text
 
-    def kept_path(self):
+    def kept_path(self, hidden):
         """The path below /webhook or the source, as it came; None for none."""
         path = self.params.get("rest")
         if path:  # what it is in bytes: "/webhook/" in front of it is ASCII
@@ -4917,7 +4967,7 @@ class Request:
             path = path and self.as_it_came(path)
         if self.suffix:
             path = f"{(path or '').rstrip('/')}/{self.suffix}".lstrip("/")
-        return path or None
+        return hidden.masked(path) if path else None
 
     def as_it_came(self, end):
         """The end of the path before its escapes were decoded."""
@@ -4932,17 +4982,18 @@ class Request:
         # the server has changed it
         return urllib.parse.quote(end, "/;=,:@!$&'()*+", "latin-1")
 
-    def kept_query(self):
+    def kept_query(self, hidden):
         """The query as it came, without credentials; None for none."""
         text = self.environ.get("QUERY_STRING")
         if not text:
             return None
-        hidden = ["token"]
+        without = ["token"]
         if self.source and not self.source.templates:
-            hidden.append(self.source.header.removeprefix("?").lower())
+            without.append(self.source.header.removeprefix("?").lower())
         pairs = text.split("&")
-        pairs = [pair for pair in pairs if query_name(pair).lower() not in hidden]
-        return escaped_target("&".join(pairs)) or None
+        pairs = [pair for pair in pairs if query_name(pair).lower() not in without]
+        text = escaped_target("&".join(pairs))
+        return hidden.masked(text) if text else None
 
 
 def read_json(body):
@@ -5362,6 +5413,8 @@ class App:
         senders = settings.token + (settings.webhook_token or ())
         watchers = settings.token + (settings.metrics_token or ())
         self.good = {SENDER: senders, CONSUMER: settings.token, WATCHER: watchers}
+        tokens = {*senders, *watchers}
+        self.hidden = Hidden(tokens, self.sources.values())
         self.delivery = None  # what pushes messages, if something does
         self.connections = None  # how many the server has
         self.times = {}  # route: Histogram of seconds from complete to answered
@@ -5504,9 +5557,9 @@ class App:
             event_id=event_id,
             group_key=find_first(keys, request) if keys else None,
             method=request.method,
-            path=request.kept_path(),
-            query=request.kept_query(),
-            headers=request.kept_headers(),
+            path=request.kept_path(self.hidden),
+            query=request.kept_query(self.hidden),
+            headers=request.kept_headers(self.hidden),
         )
         return self.OK if is_new else self.DUPLICATE
 
@@ -6181,12 +6234,10 @@ class Parcel:
             return conversation_json(*self.conversation, self.rows, item_json)
         return self.rows[0]["body"]
 
-    def key(self):
+    def key(self, file_id):
         """The same in every delivery of the same messages (Idempotency-Key)."""
-        if not self.conversation:
-            return idempotency_key(self.rows[0])
-        keys = "\n".join(map(idempotency_key, self.rows))
-        return f"sha256:{hashlib.sha256(keys.encode()).hexdigest()}"
+        keys = [idempotency_key(row, file_id) for row in self.rows]
+        return sha256_of("\n".join(keys)) if self.conversation else keys[0]
 
 
 class Breaker:
@@ -6256,7 +6307,7 @@ class Target:
     def __init__(self, name, url, source, settings, delivery):
         self.name, self.url, self.source = name, url, source
         self.clock, self.results = delivery.clock, delivery.results
-        self.wake = delivery.wake
+        self.wake, self.store = delivery.wake, delivery.store
         self.timeout, self.rate = settings.forward_timeout, settings.forward_rate
         self.without = ()  # sources that have a target of their own
         self.group = settings.forward_group
@@ -6356,12 +6407,22 @@ class Target:
         }
 
 
-def idempotency_key(row):
-    """The same in every delivery of the same event; a colon tells it from an id."""
+def idempotency_key(row, file_id):
+    """The same in every delivery of the same event, and no other's: neither another
+    source's nor, where there is no event id, that of a row of another file."""
     if not row["event_id"]:
-        return str(row["id"])
-    key = f"{row['source'] or ''}:{row['event_id']}"
-    return urllib.parse.quote(key, safe="".join(map(chr, range(33, 127))))
+        return f"{file_id}-{row['id']}"
+    return urllib.parse.quote(f"{row['source'] or ''}:{row['event_id']}", VISIBLE)
+
+
+def sha256_of(text):
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def sender_headers(row):
+    """Those that a target gets: what we say of a message is not the sender's to say."""
+    headers = json.loads(row["headers"] or "{}")
+    return {k: v for k, v in headers.items() if not k.startswith("x-buffer-")}
 
 
 # A segment of dots, as targets may read it: after its escapes, with a backslash for a
@@ -6433,13 +6494,15 @@ class Push(Target):
         if parcel.conversation:
             headers = {"content-type": "application/json"}
         else:
-            headers = json.loads(parcel.rows[0]["headers"] or "{}")
+            headers = sender_headers(parcel.rows[0])
         headers.pop("accept-encoding", None)  # which the sender could read, and not we
         headers["host"] = self.url.netloc.rpartition("@")[2]
         headers["content-length"] = str(len(body))
         headers["x-buffer-id"] = str(parcel.id)
         headers["x-buffer-tentativa"] = str(parcel.attempts)
-        headers["idempotency-key"] = parcel.key()
+        source = parcel.rows[0]["source"] or ""
+        headers["x-buffer-fonte"] = urllib.parse.quote(source, VISIBLE)
+        headers["idempotency-key"] = parcel.key(self.store.file_id)
         return {**headers, **self.fixed}
 
 
@@ -6776,7 +6839,9 @@ class Relay(Target):
             [row] = parcel.rows
             try:
                 key = routing_key(self.routing_key, row)
-                what = self.pika.BasicProperties(**message_properties(row))
+                what = self.pika.BasicProperties(
+                    **message_properties(row, self.store.file_id)
+                )
                 self.channel.basic_publish(
                     self.exchange, key, row["body"], what, mandatory=True
                 )
@@ -6872,12 +6937,12 @@ def short(text):
     return text.encode()[:255].decode(errors="ignore")
 
 
-def message_properties(row):
+def message_properties(row, file_id):
     """Of a message in AMQP; its headers are the sender's, in lower case."""
-    headers = json.loads(row["headers"] or "{}")
-    message_id = row["event_id"] or str(row["id"])
-    if len(message_id.encode()) > 255:  # the most AMQP has room for
-        message_id = f"sha256:{hashlib.sha256(message_id.encode()).hexdigest()}"
+    headers = sender_headers(row)
+    message_id = idempotency_key(row, file_id)
+    if len(message_id) > 255:  # the most AMQP has room for
+        message_id = sha256_of(message_id)
     kind = headers.pop("content-type", None)
     when = datetime.datetime.fromisoformat(row["created_at"] + "+00:00")
     headers = {name: value for name, value in headers.items() if len(name) <= 255}
@@ -6886,13 +6951,14 @@ def message_properties(row):
         "timestamp": int(when.timestamp()),
         "type": short(path_text(row["path"]) or ""),
         "content_type": kind and short(kind),
-        "app_id": short(socket.gethostname()),  # an id is unique on one machine
+        "app_id": short(socket.gethostname()),
         "delivery_mode": 2,
         "headers": {
             **headers,
             "x-buffer-id": row["id"],
             "x-buffer-fonte": row["source"] or "",
             "x-buffer-tentativa": row["attempts"],
+            "x-buffer-query": row["query"] or "",
         },
     }
 

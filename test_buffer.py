@@ -432,6 +432,19 @@ class StoreTest(Case):
         ):
             self.assertEqual(value, self.store._run(f"PRAGMA {pragma}")[0][0], pragma)
 
+    def test_a_file_has_an_id_that_no_other_has_and_that_stays(self):
+        before = self.store.file_id
+        self.assertRegex(before, "^[0-9a-f]{16}$")
+        self.open()
+        self.assertEqual(before, self.store.file_id)
+        reader, copy = buffer.ReadOnlyStore(self.configured.db_path), self.folder / "c"
+        reader.backup(copy)
+        reader.close()
+        self.open(DB_PATH=str(copy))
+        self.assertEqual(before, self.store.file_id)
+        self.open(DB_PATH=str(self.folder / "other"))
+        self.assertNotEqual(before, self.store.file_id)
+
     def test_every_query_of_the_hot_path_uses_its_index(self):
         queue = "COVERING INDEX fila_queue (status=? AND available_at=?"
         source = "COVERING INDEX fila_source (source=? AND status=? AND"
@@ -731,6 +744,48 @@ class WebhookTest(Case):
             self.claim()[0]["headers"].keys() | {"content-length"},
         )
 
+    def test_what_frameworks_take_for_path_method_or_client_is_not_kept(self):
+        names = (
+            "ORIGINAL_URL ORIGINAL_URI ORIGINAL_HOST REWRITE_URL ENVOY_ORIGINAL_PATH"
+        )
+        names += (
+            " HTTP_METHOD_OVERRIDE HTTP_METHOD METHOD_OVERRIDE FORWARDED FORWARD_FOR"
+        )
+        names += " FORWARDED_PREFIX CLIENT_IP CLUSTER_CLIENT_IP HOST"
+        self.send(**{f"HTTP_X_{name}": "/other" for name in names.split()})
+        self.assertNotIn("/other", self.rows()[0]["headers"])
+
+    def test_fields_that_connection_names_are_not_kept(self):
+        self.send(
+            HTTP_CONNECTION="close, X-Hop ,Keep-Alive", HTTP_X_HOP="1", HTTP_X_END="2"
+        )
+        headers = self.claim()[0]["headers"]
+        self.assertEqual((None, "2"), (headers.get("x-hop"), headers.get("x-end")))
+
+    def test_a_token_is_kept_in_no_header_and_nowhere_in_the_target(self):
+        for token in (TOKEN, 'odd"+\\é/token-of-ours'):
+            self.setUp()
+            self.open(TOKEN=token, METRICS_TOKEN="only-for-/metrics")
+            raw = token.encode()
+            escaped = urllib.parse.quote(raw, "")
+            every = "".join(f"%{byte:02x}" for byte in raw)
+            written = (raw.decode("latin-1"), escaped, escaped.lower(), every)
+            written += ("only-for-/metrics", "only-for-%2Fmetrics")
+            for text in written:
+                environ = {"HTTP_REFERER": f"https://h/webhook?a=1&token={text}&b=é"}
+                environ["HTTP_X_API_KEY"] = f"Token {text}"
+                environ["HTTP_X_ODD"] = '"\\'
+                environ["REQUEST_URI"] = f"/webhook/x?key={escaped}&TOKEN={escaped}"
+                url, own = environ["REQUEST_URI"], raw.decode("latin-1")
+                self.send(b"{}", url, token=own, **environ)
+                row = self.rows()[-1]
+                headers = json.loads(row["headers"])
+                self.assertEqual("Token ***", headers["x-api-key"], text)
+                self.assertEqual('"\\', headers["x-odd"])
+                url = "https://h/webhook?a=1&token=***&b=é"
+                self.assertEqual(url, headers["referer"], text)
+                self.assertEqual("key=***", row["query"])
+
     def test_paths(self):
         for url, path in (
             ("/webhook", None),
@@ -1012,6 +1067,18 @@ class SourceTest(SourceCase):
         self.assertEqual(200, self.signed("/webhook/y", b"{}", {"HTTP_X_Y": "hidden"}))
         for row in self.rows():
             self.assertNotRegex(f"{row['headers']}{row['query']}", "hidden|telegram-s")
+
+    def test_nor_with_a_plain_one(self):
+        self.open(SECRET_X="a-secret-of-a-source", SIGN_X="?key - -")
+        self.send(
+            url="/webhook/other?key=a-secret-of-a-source&b",
+            HTTP_X_TELEGRAM_BOT_API_SECRET_TOKEN="the-one-before",
+            HTTP_X_OTHER="a-secret-of-a-source",
+        )
+        [item] = self.claim()
+        self.assertNotIn("x-telegram-bot-api-secret-token", item["headers"])
+        self.assertEqual("***", item["headers"]["x-other"])
+        self.assertEqual({"key": "***", "b": ""}, item["query"])
 
     def test_refusals_are_counted_by_source_and_reason(self):
         body = b"{}"
@@ -5283,7 +5350,7 @@ class PushTest(DeliveryCase):
         )
         self.assertEqual("1", headers["X-Buffer-Id"])
         self.assertEqual("1", headers["X-Buffer-Tentativa"])
-        self.assertEqual("1", headers["Idempotency-Key"])
+        self.assertEqual(f"{self.store.file_id}-1", headers["Idempotency-Key"])
 
     def test_what_is_not_the_senders_to_say_is_left_out(self):
         *_, headers, _ = self.deliver_one(
@@ -5298,7 +5365,19 @@ class PushTest(DeliveryCase):
         for name in ("Cookie", "Connection", "Accept-Encoding", "X-Token"):
             self.assertNotIn(name, headers)
         self.assertEqual(["1"], headers.get_all("X-Buffer-Id"))
-        self.assertEqual(["1"], headers.get_all("Idempotency-Key"))
+        key = f"{self.store.file_id}-1"
+        self.assertEqual([key], headers.get_all("Idempotency-Key"))
+
+    def test_what_we_say_of_a_message_no_sender_can_say(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url, SECRET_LOJA="s", SIGN_LOJA="X-T - -")
+        forged = {"HTTP_X_BUFFER_FONTE": "loja", "HTTP_X_BUFFER_OTHER": "x"}
+        self.send(**forged)
+        self.send(b"{}", "/webhook/loja", HTTP_X_T="s", **forged)
+        self.flow()
+        for (*_, headers, _), source in zip(target.requests, ("", "loja")):
+            self.assertEqual([source], headers.get_all("X-Buffer-Fonte"))
+            self.assertNotIn("X-Buffer-Other", headers)
 
     def test_bytes_are_bytes(self):
         *_, body = self.deliver_one(bytes(range(256)))
@@ -6538,16 +6617,17 @@ class RelayTest(BrokerCase):
         first, second, third = self.got(name)
         self.assertEqual(("loja.a.b", body), (first[0], first[2]))
         what = first[1]
-        self.assertEqual(("evt_1", "a/b"), (what.message_id, what.type))
+        self.assertEqual(("loja:evt_1", "a/b"), (what.message_id, what.type))
         self.assertEqual((self.clock.now, 2), (what.timestamp, what.delivery_mode))
         self.assertEqual("text/x", what.content_type)
         self.assertEqual("p", what.headers["x-event"])
         self.assertEqual(1, what.headers["x-buffer-id"])
+        self.assertEqual("x=1", what.headers["x-buffer-query"])
         self.assertNotIn("x-token", what.headers)
         self.assertEqual(("webhook", b"\xff\0"), (second[0], second[2]))
-        self.assertEqual("2", second[1].message_id)
+        self.assertEqual(f"{self.store.file_id}-2", second[1].message_id)
         self.assertEqual("loja", third[0])
-        digest = hashlib.sha256(event.encode()).hexdigest()
+        digest = hashlib.sha256(f"loja:{event}".encode()).hexdigest()
         self.assertEqual(f"sha256:{digest}", third[1].message_id)
 
     def test_many_are_on_their_way_at_once(self):
@@ -6771,10 +6851,11 @@ def work(body, properties):
                 )
             )
             process.kill()
-        self.assertEqual(5, worked["bad 2"])
-        self.assertEqual((1, 1), (worked['{"id":7} 7'], worked['{"id":8} 8']))
+        bad = f"{self.store.file_id}-2"
+        self.assertEqual(5, worked[f"bad {bad}"])
+        self.assertEqual((1, 1), (worked['{"id":7} :7'], worked['{"id":8} :8']))
         [(_, properties, body)] = self.got("webhooks.dead")
-        self.assertEqual(("2", b"bad"), (properties.message_id, body))
+        self.assertEqual((bad, b"bad"), (properties.message_id, body))
         self.assertEqual("delivery_limit", properties.headers["x-first-death-reason"])
         self.assertEqual([], self.got("webhooks"))
 
@@ -6788,6 +6869,56 @@ def work(body, properties):
         self.turn()
         self.assertIsNone(self.target.breaker.since)
         self.assertTrue(self.target.up)
+
+
+class MessagePropertiesTest(SourceCase):
+    """What a consumer of the relay gets, without a broker."""
+
+    settings = (
+        *(("SECRET_A", "s"), ("SIGN_A", "X-T - $.id")),
+        *(("SECRET_B", "s"), ("SIGN_B", "X-T - $.id")),
+    )
+
+    def properties(self):
+        rows = self.store.pegar(500, 60, 1 << 30)
+        return [buffer.message_properties(row, self.store.file_id) for row in rows]
+
+    def test_messages_that_share_a_number_have_ids_of_their_own(self):
+        """Rows of one file, events of two sources, and rows of a file that is new."""
+        found = []
+        for _ in range(2):
+            for number in range(1, 6):
+                self.send()
+                for name in ("a", "b"):
+                    body = b'{"id":%d}' % number
+                    self.send(body, f"/webhook/{name}", HTTP_X_T="s")
+            found.append([what["message_id"] for what in self.properties()])
+            self.store.close()
+            (self.folder / "b.sqlite").unlink()
+            self.open()
+        self.assertEqual([15, 15], [len(set(ids)) for ids in found])
+        events = {f"{name}:{number}" for name in "ab" for number in range(1, 6)}
+        self.assertEqual(events, set(found[0]) & set(found[1]))
+
+    def test_it_carries_the_query_as_it_came(self):
+        self.send(url=f"/webhook/pay?data.id=999&type=%E9&token={TOKEN}")
+        self.send()
+        headers = [what["headers"] for what in self.properties()]
+        self.assertEqual("data.id=999&type=%E9", headers[0]["x-buffer-query"])
+        self.assertEqual("", headers[1]["x-buffer-query"])
+
+    def test_what_we_say_of_a_message_no_sender_can_say(self):
+        names = ("ID", "FONTE", "QUERY", "TENTATIVA", "OTHER")
+        self.send(**{f"HTTP_X_BUFFER_{name}": "forged" for name in names})
+        [what] = self.properties()
+        self.assertNotIn("forged", what["headers"].values())
+
+    def test_the_path_is_without_escapes(self):
+        raw = "/webhook/x%2Fy/%C3%A9/"
+        self.send(PATH_INFO="/webhook/x/y/\xc3\xa9/", REQUEST_URI=raw)
+        [row] = self.store.pegar(500, 60, 1 << 30)
+        self.assertEqual("k.x.y.é", buffer.routing_key("k.{caminho}", row))
+        self.assertEqual("x/y/é", buffer.message_properties(row, "f")["type"])
 
 
 class RelayErrorsTest(unittest.TestCase):
