@@ -10,7 +10,8 @@ their time.
 
 Senders
     POST /webhook[/...]           200 {"status":"ok"} once the body is on disk; where
-                                  SECRET_<FONTE> is set, /webhook/<fonte> takes what is signed
+                                  SECRET_<FONTE> is set, /webhook/<fonte> takes what is
+                                  signed; with FORWARD_<FONTE> alone it has a name only
 Consumers
     POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, or [];
                                   with espera=20 it waits for one; with agrupar=8 each item
@@ -394,10 +395,11 @@ def read_headers(environ):
 
 @dataclasses.dataclass(frozen=True)
 class SourceSettings:
-    """What is set for a sender that signs, under the name in its path in capitals."""
+    """What is set for a source, under the name in its path in capitals. Without a secret
+    it has a name only, and its senders a token."""
 
     secret: bytes = setting(
-        None, one_secret, "makes /webhook/<fonte> a source: it signs", "SECRET_{}"
+        None, one_secret, "makes /webhook/<fonte> a source that signs", "SECRET_{}"
     )
     secret_old: bytes = setting(
         None, one_secret, "a second secret, while rotating", "SECRET_{}_OLD"
@@ -407,7 +409,10 @@ class SourceSettings:
         "300", count, "seconds a timestamp may be off; 0 is off", "TOLERANCE_{}"
     )
     forward: str = setting(
-        None, target_url, "where to deliver what this source sends", "FORWARD_{}"
+        None,
+        target_url,
+        "where to deliver what comes to /webhook/<fonte>, also without SECRET_<FONTE>",
+        "FORWARD_{}",
     )
     group_key: tuple = setting(
         "", own_key_words, "instead of GROUP_KEY", "GROUP_KEY_{}"
@@ -529,13 +534,30 @@ class Settings:
             source = found[1] or found[2]
             if source != source.upper().replace("-", "_"):
                 raise StartError(f"{name}: write it in capitals, and - as _", 2)
-            if f"SECRET_{source}" not in environ:
-                raise StartError(f"{name} is set, but not SECRET_{source}", 2)
-            values = read_settings(SourceSettings, environ, source)
-            sources[source] = SourceSettings(**values)
+            sources[source] = cls.read_source(environ, source, name)
         values = read_settings(cls, environ)
         values["forward_header"] = read_headers(environ)
         return cls(**values, sources=tuple(sources.items()))
+
+    @staticmethod
+    def read_source(environ, source, name):
+        """The SourceSettings of one, of which a variable is set: `name`."""
+        signs = f"SECRET_{source}" in environ
+        if not signs and not name.startswith(("FORWARD_", "GROUP_KEY_")):
+            raise StartError(f"{name} is set, but not SECRET_{source}", 2)
+        if not signs and not environ.get(f"FORWARD_{source}"):
+            text = (
+                f"{name} is set, but not SECRET_{source}, and FORWARD_{source} neither"
+            )
+            raise StartError(text, 2)
+        try:
+            return SourceSettings(**read_settings(SourceSettings, environ, source))
+        except StartError as error:
+            if signs or not str(error).startswith("FORWARD_"):
+                raise
+            path = source.lower().replace("_", "-")  # FORWARD_PORT=tcp: Kubernetes'
+            more = f"it would say where to deliver what comes to /webhook/{path}"
+            raise StartError(f"{error}; {more}", 2) from None
 
 
 # Metrics
@@ -2573,7 +2595,7 @@ class BadSignature(Exception):
 
 
 class Source:
-    """A sender that signs.
+    """A sender that signs, or without a secret one that has a name only.
 
     Of a request it needs method, target (path and query as they came), query,
     header(name), in_query(name), and raw, the bytes of the body as they came.
@@ -2582,8 +2604,12 @@ class Source:
     def __init__(self, name, settings, public_url):
         """`settings` is a SourceSettings; StartError when it makes no sense."""
         self.name = name.lower().replace("_", "-")
+        self.group_key, self.signs = settings.group_key, settings.secret is not None
+        if self.signs:
+            self.read_scheme(name, settings, public_url)
+
+    def read_scheme(self, name, settings, public_url):
         self.public_url, self.tolerance = public_url, settings.tolerance
-        self.group_key = settings.group_key
         self.secrets = [settings.secret, settings.secret_old or settings.secret]
         self.preset = settings.sign or (
             self.name if self.name in PRESETS else "generic"
@@ -4814,7 +4840,8 @@ class Request:
         path = environ.get("PATH_INFO", "")
         self.path = path.encode("latin-1").decode("utf-8", "replace")
         self.suffix = ""  # what a sender appended to the token in the query, escaped
-        self.source = None  # the Source that has signed it
+        self.place = None  # the Source that its path names
+        self.source = None  # the same, if that signs
         self.raw = None  # the body, once it was read
 
     @property
@@ -4962,7 +4989,7 @@ class Request:
         path = self.params.get("rest")
         if path:  # what it is in bytes: "/webhook/" in front of it is ASCII
             path = self.environ["PATH_INFO"][len(self.path) - len(path) :].lstrip("/")
-            if self.source:
+            if self.place:
                 path = path.partition("/")[2].lstrip("/")
             path = path and self.as_it_came(path)
         if self.suffix:
@@ -5414,7 +5441,8 @@ class App:
         watchers = settings.token + (settings.metrics_token or ())
         self.good = {SENDER: senders, CONSUMER: settings.token, WATCHER: watchers}
         tokens = {*senders, *watchers}
-        self.hidden = Hidden(tokens, self.sources.values())
+        signing = [source for source in self.sources.values() if source.signs]
+        self.hidden = Hidden(tokens, signing)
         self.delivery = None  # what pushes messages, if something does
         self.connections = None  # how many the server has
         self.times = {}  # route: Histogram of seconds from complete to answered
@@ -5496,8 +5524,9 @@ class App:
         text: /webhook?token=T/messages-upsert. What follows the token counts as path.
         """
         if right is SENDER and self.sources:
-            request.source = self.source(request)
-            if request.source:
+            request.place = self.source(request)
+            if request.place and request.place.signs:
+                request.source = request.place
                 return
         good, header = self.good[right], request.header_token()
         given = header or request.in_query("token") or b""
@@ -5533,9 +5562,8 @@ class App:
     def webhook(self, request):
         """A plain webhook or a source's; what a provider asks to check the URL first."""
         self.limit_rate(request)
-        settings, source = self.settings, request.source
-        if not source:
-            request.read(settings.max_body)
+        settings, source, place = self.settings, request.source, request.place
+        request.read(settings.max_body)
         request.inflate(settings.max_body)
         answer = handshake(request)
         if answer:
@@ -5544,9 +5572,9 @@ class App:
             raise Refusal(400, "payload inválido")
         words = (source.id_word,) if source else settings.dedupe
         keys = settings.group_key
-        if source and source.group_key is not None:
-            keys = source.group_key
-        name = source and source.name
+        if place and place.group_key is not None:
+            keys = place.group_key
+        name = place and place.name
         event_id = None if "-" in words else find_id(words, request)
         if source and event_id and not source.signs_id:
             event_id = self.store.own_id(name, event_id, request.content)
@@ -5573,7 +5601,7 @@ class App:
         """Meta checks a URL by GET before it sends; every other GET is refused."""
         wanted = self.settings.verify_token
         source = self.source(request)
-        meta = wanted and (not source or source.preset == "meta")
+        meta = wanted and (not source or not source.signs or source.preset == "meta")
         challenge = request.word("hub.challenge")
         if not meta or challenge is None or request.method == "HEAD":
             raise not_allowed(["POST"])

@@ -1288,6 +1288,118 @@ class SourceTest(SourceCase):
 
 
 @unittest.skipUnless(SHARED.exists(), "no recorded signatures beside this folder")
+class NamedTest(SourceCase):
+    """FORWARD_<NAME> without a secret: a source that has a name, and needs a token."""
+
+    settings = (
+        *(("FORWARD_MY_SHOP", "http://n8n/x"), ("WEBHOOK_TOKEN", "only-for-sending")),
+        *(("FORWARD_OTHER", "http://n8n/y"), ("SECRET_GITHUB", "github-secret")),
+    )
+
+    def test_a_token_is_its_credential(self):
+        for token, status in (
+            (None, 401),
+            ("wrong", 401),
+            (TOKEN, 200),
+            ("only-for-sending", 200),
+        ):
+            answer = self.call("POST", "/webhook/my-shop", b"{}", token=token)
+            self.assertEqual(status, answer[0], token)
+        url = f"/webhook/my-shop?token={TOKEN}/messages-upsert"
+        self.assertEqual(200, self.call("POST", url, b"{}", token=None)[0])
+        self.assertEqual("messages-upsert", self.claim()[2]["caminho"])
+        answer = self.call("POST", "/webhook/github", b"{}")
+        self.assertEqual(401, answer[0], "a token does not replace a signature")
+
+    def test_its_sender_is_known_before_the_body(self):
+        def admitted(url, **headers):
+            environ = {"REQUEST_METHOD": "POST", "PATH_INFO": url, **headers}
+            return self.app.admit(environ)
+
+        self.assertTrue(admitted("/webhook/my-shop", HTTP_X_TOKEN=TOKEN))
+        self.assertFalse(admitted("/webhook/github"))
+        with self.assertRaises(buffer.Refusal):
+            admitted("/webhook/my-shop")
+
+    def test_its_messages_have_its_name_and_can_be_claimed_by_it(self):
+        for name in ("my-shop/a", "My_Shop/b", "/MY-SHOP//c", "plain/d", "my-shops/e"):
+            self.send(url=f"/webhook/{name}")
+        found = self.claim("?fonte=my_shop")
+        self.assertEqual(["a", "b", "c"], [item["caminho"] for item in found])
+        self.assertEqual({"my-shop"}, {item["fonte"] for item in found})
+        found = self.claim()
+        self.assertEqual(["plain/d", "my-shops/e"], [i["caminho"] for i in found])
+        self.assertEqual({None}, {item.get("fonte") for item in found})
+
+    def test_its_conversations(self):
+        self.open(GROUP_KEY="$.de", GROUP_KEY_MY_SHOP="$.who")
+        for name in ("my-shop", "other"):
+            self.send(b'{"de":"a","who":"b"}', f"/webhook/{name}")
+        self.assertEqual(["b", "a"], [item["chave"] for item in self.claim()])
+
+    def test_an_event_id_is_one_of_its_own(self):
+        self.open(DEDUPE="$.id")
+        for url, status in (
+            ("/webhook/my-shop", "ok"),
+            ("/webhook/other", "ok"),
+            ("/webhook", "ok"),
+            ("/webhook/my-shop/x", "duplicado"),
+        ):
+            answer = self.call("POST", url, b'{"id":1}')[1]
+            self.assertIn(status, answer, url)
+
+    def test_handshakes_are_answered_as_without_a_name(self):
+        self.open(VERIFY_TOKEN="v")
+        query = "hub.mode=subscribe&hub.challenge=77&hub.verify_token="
+        url = "/webhook/my-shop?" + query
+        self.assertEqual((200, "77"), self.call("GET", url + "v", token=None))
+        self.assertEqual(403, self.call("GET", url + "w", token=None)[0])
+        url = "/webhook/github?" + query
+        self.assertEqual(405, self.call("GET", url + "v", token=None)[0])
+        answer = self.call("POST", "/webhook/my-shop?validationToken=abc")
+        self.assertEqual((200, "abc"), answer)
+
+    def test_what_belongs_to_one_that_signs_needs_a_secret(self):
+        for settings, reason in (
+            ({"SIGN_OTHER": "github"}, "^SIGN_OTHER is set, but not SECRET_OTHER$"),
+            (
+                {"TOLERANCE_OTHER": "1"},
+                "^TOLERANCE_OTHER is set, but not SECRET_OTHER$",
+            ),
+            (
+                {"SECRET_OTHER_OLD": "x"},
+                "^SECRET_OTHER_OLD is set, but not SECRET_OTHER$",
+            ),
+            (
+                {"GROUP_KEY_X": "$.a"},
+                "^GROUP_KEY_X is set, but not SECRET_X, and FORWARD_X neither$",
+            ),
+            (
+                {"FORWARD_X": ""},
+                "^FORWARD_X is set, but not SECRET_X, and FORWARD_X neither$",
+            ),
+            ({"FORWARD_x": "http://h/"}, "capitals"),
+        ):
+            error = self.assertRaisesRegex(buffer.StartError, reason)
+            with self.subTest(settings=settings), error:
+                self.open(**settings)
+
+    def test_what_others_call_so_does_not_become_one_in_silence(self):
+        """Kubernetes sets these for a service that is called forward."""
+        for name, value in (
+            ("FORWARD_PORT", "tcp://10.0.0.1:80"),
+            ("FORWARD_SERVICE_HOST", "10.0.0.1"),
+            ("FORWARD_PORT_80_TCP", "tcp://10.0.0.1:80"),
+        ):
+            path = name.removeprefix("FORWARD_").lower().replace("_", "-")
+            with self.assertRaises(buffer.StartError) as caught:
+                self.open(**{name: value})
+            text = str(caught.exception)
+            self.assertTrue(text.startswith(f"{name}='***': it takes "), text)
+            self.assertTrue(text.endswith(f"comes to /webhook/{path}"), text)
+            self.assertEqual(2, caught.exception.status)
+
+
 class VectorsTest(Case):
     """Made with the providers' own libraries."""
 
@@ -5540,6 +5652,17 @@ class PushTest(DeliveryCase):
         self.assertEqual([b"outra/b", b"c"], others.bodies())
         self.assertEqual("/a", theirs.requests[0][1])
 
+    def test_so_can_one_that_has_a_name_only(self):
+        theirs, others = self.answers(), self.answers()
+        self.open(FORWARD_URL=others.url, FORWARD_LOJA=theirs.url + "/x")
+        for name in ("loja/a", "outra/b"):
+            self.send(name.encode(), f"/webhook/{name}")
+        self.flow()
+        [(_, path, headers, body)] = theirs.requests
+        self.assertEqual(("/x/a", b"loja/a"), (path, body))
+        self.assertEqual("loja", headers["X-Buffer-Fonte"])
+        self.assertEqual([b"outra/b"], others.bodies())
+
     def test_with_a_place_for_one_source_only_the_others_wait(self):
         target = self.answers()
         self.open(FORWARD_LOJA=target.url, SECRET_LOJA="s", SIGN_LOJA="X-T - -")
@@ -6346,8 +6469,11 @@ class DeliverySettingsTest(SettingsTest):
             with self.assertRaisesRegex(buffer.StartError, "but not FORWARD_URL"):
                 buffer.open_delivery(settings, None)
 
-    def test_a_source_of_its_own_is_one_that_signs(self):
-        self.assertIn("SECRET_LOJA", self.refused(FORWARD_LOJA="http://x/"))
+    def test_a_source_without_a_secret_has_a_name_only(self):
+        [(name, source)] = self.read(FORWARD_LOJA="http://x/").sources
+        self.assertEqual(
+            ("LOJA", None, "http://x/"), (name, source.secret, source.forward)
+        )
 
     def test_amqp_without_pika(self):
         settings = self.read(FORWARD_URL="amqp://x/?routing_key=q")
