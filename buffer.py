@@ -4833,16 +4833,17 @@ class Request:
     """What handlers need of a WSGI environ (PEP 3333: text there is latin-1)."""
 
     _json = _query = ...  # not read yet
+    suffix = ""  # what a sender appended to the token in the query, escaped
+    place = None  # the Source that its path names
+    source = None  # the same, if that signs
+    raw = None  # the body, once it was read
 
     def __init__(self, environ):
         self.environ = environ
         self.method = environ["REQUEST_METHOD"]
-        path = environ.get("PATH_INFO", "")
-        self.path = path.encode("latin-1").decode("utf-8", "replace")
-        self.suffix = ""  # what a sender appended to the token in the query, escaped
-        self.place = None  # the Source that its path names
-        self.source = None  # the same, if that signs
-        self.raw = None  # the body, once it was read
+        self.path = path = environ.get("PATH_INFO", "")
+        if not path.isascii():
+            self.path = path.encode("latin-1").decode("utf-8", "replace")
 
     @property
     def query(self):
@@ -4889,9 +4890,8 @@ class Request:
 
     def word(self, name):
         """The first value of a name in the query, or None."""
-        for text in self.query.get(name, ()):
-            return text.encode(errors="surrogateescape").decode(errors="replace")
-        return None
+        text, *_ = self.query.get(name, [None])
+        return text and text.encode(errors="surrogateescape").decode(errors="replace")
 
     def source_name(self):
         """`fonte` as names are kept, or None. Refusal 400 when it is empty: a variable
@@ -5267,18 +5267,15 @@ def form_json(body, kind):
     for charset in (*CHARSET.findall(kind), "utf-8", "windows-1252"):
         with contextlib.suppress(UnicodeDecodeError, LookupError):
             return flat(recoded(form, charset, "strict"))
-    return flat(
-        recoded(form, "windows-1252", "replace")
-    )  # five bytes mean nothing there
+    # five bytes mean nothing in it
+    return flat(recoded(form, "windows-1252", "replace"))
 
 
 def recoded(form, charset, errors):
     def text(value):
-        return (
-            value
-            if value.isascii()
-            else value.encode("latin-1").decode(charset, errors)
-        )
+        if value.isascii():
+            return value
+        return value.encode("latin-1").decode(charset, errors)
 
     return {text(name): [*map(text, values)] for name, values in form.items()}
 
@@ -6440,7 +6437,13 @@ def idempotency_key(row, file_id):
     source's nor, where there is no event id, that of a row of another file."""
     if not row["event_id"]:
         return f"{file_id}-{row['id']}"
-    return urllib.parse.quote(f"{row['source'] or ''}:{row['event_id']}", VISIBLE)
+    event = urllib.parse.quote(row["event_id"], VISIBLE.replace("%", ""))
+    return f"{source_label(row)}:{event}"
+
+
+def source_label(row):
+    """A row's source, as a header can hold it; "" for none."""
+    return urllib.parse.quote(row["source"] or "", "")
 
 
 def sha256_of(text):
@@ -6528,8 +6531,7 @@ class Push(Target):
         headers["content-length"] = str(len(body))
         headers["x-buffer-id"] = str(parcel.id)
         headers["x-buffer-tentativa"] = str(parcel.attempts)
-        source = parcel.rows[0]["source"] or ""
-        headers["x-buffer-fonte"] = urllib.parse.quote(source, VISIBLE)
+        headers["x-buffer-fonte"] = source_label(parcel.rows[0])
         headers["idempotency-key"] = parcel.key(self.store.file_id)
         return {**headers, **self.fixed}
 

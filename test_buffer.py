@@ -5554,9 +5554,12 @@ class PushTest(DeliveryCase):
         self.send(b'{"id":"evt_1"}', "/webhook/loja", HTTP_X_T="s")
         self.send('{"id":"é\\n 7"}'.encode())
         self.send(b'{"id":3}')
+        self.send(b'{"id":"a%20b"}')
+        self.send(b'{"id":"a b"}')
         self.flow()
         keys = [headers["Idempotency-Key"] for _, _, headers, _ in target.requests]
-        self.assertEqual(["loja:evt_1", ":%C3%A9%0A%207", ":3"], keys)
+        expected = ["loja:evt_1", ":%C3%A9%0A%207", ":3", ":a%2520b", ":a%20b"]
+        self.assertEqual(expected, keys)
 
     def test_a_connection_is_used_again(self):
         target = self.answers()
