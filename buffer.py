@@ -4774,10 +4774,11 @@ class Hidden:
 
     def __init__(self, tokens, sources):
         bare = [source for source in sources if not source.templates]
-        self.headers = {source.header.lower().replace("_", "-") for source in bare}
+        names = (source.header.lower().replace("_", "-") for source in bare)
+        self.headers = frozenset(names)
         words = {*tokens, *(key for source in bare for key in source.secrets)}
         words = [word.decode("latin-1") for word in words if len(word) >= self.SHORTEST]
-        self.words = {*words, *(quote_json(word)[1:-1] for word in words)}
+        self.words = tuple({*words, *(quote_json(word)[1:-1] for word in words)})
         ways = [
             "".join(f"(?:{re.escape(c)}|(?i:%{ord(c):02x}))" for c in word)
             for word in words
@@ -4792,7 +4793,9 @@ class Hidden:
         return "%" in text and self.pattern.search(text)
 
     def masked(self, text):
-        return self.pattern.sub("***", text) if self.is_in(text) else text
+        if len(text) < self.SHORTEST or not self.is_in(text):
+            return text
+        return self.pattern.sub("***", text)
 
 
 VISIBLE = "".join(map(chr, range(33, 127)))  # what may stand in a target (RFC 9112 3.2)
@@ -4820,12 +4823,12 @@ def environ_key(name):
 
 
 @functools.lru_cache(maxsize=256)  # senders repeat themselves
-def kept_names(keys):
+def kept_names(keys, without):
     """Triples ('HTTP_X_GITHUB_EVENT', 'x-github-event', '"x-github-event":')."""
     both = "CONTENT_(TYPE|LENGTH)$"  # some servers give them with HTTP_ as well
     headers = [key for key in keys if re.match(f"HTTP_(?!{both})|{both}", key)]
     names = [key.removeprefix("HTTP_").replace("_", "-").lower() for key in headers]
-    pairs = zip(headers, names)
+    pairs = [pair for pair in zip(headers, names) if pair[1] not in without]
     return [(k, n, f"{quote_json(n)}:") for k, n in pairs if not NOT_KEPT.fullmatch(n)]
 
 
@@ -4963,51 +4966,49 @@ class Request:
 
     def kept_headers(self, hidden):
         """The sender's headers as a JSON object, names in lower case as in n8n."""
-        values, without = self.environ, hidden.headers
+        values, without, names_of = self.environ, hidden.headers, kept_names
         options = values.get("HTTP_CONNECTION", "close").lower()
         if options not in ("close", "keep-alive"):  # it names others that belong to it
             without = without | {option.strip() for option in options.split(",")}
         if self.content is not self.raw:
             values = {**values, "CONTENT_LENGTH": str(len(self.content))}
             values.pop("HTTP_CONTENT_ENCODING")
-        names = (kept_names if len(values) < 100 else kept_names.__wrapped__)(
-            tuple(values)
-        )
-        texts = [
-            json_ + quote_json(values[key])
-            for key, n, json_ in names
-            if n not in without
-        ]
+        if len(values) >= 100 or without is not hidden.headers:
+            names_of = kept_names.__wrapped__
+        names = names_of(tuple(values), without)
+        texts = [json_ + quote_json(values[key]) for key, _, json_ in names]
         text = "{" + ",".join(texts) + "}"
         if hidden.is_in(text):
-            texts = {n: hidden.masked(values[key]) for key, n, _ in names}
-            text = to_json({n: t for n, t in texts.items() if n not in without})
+            text = to_json({n: hidden.masked(values[key]) for key, n, _ in names})
         return text
 
     def kept_path(self, hidden):
         """The path below /webhook or the source, as it came; None for none."""
         path = self.params.get("rest")
-        if path:  # what it is in bytes: "/webhook/" in front of it is ASCII
-            path = self.environ["PATH_INFO"][len(self.path) - len(path) :].lstrip("/")
-            if self.place:
-                path = path.partition("/")[2].lstrip("/")
-            path = path and self.as_it_came(path)
+        if path:
+            path = self.as_it_came(path)
         if self.suffix:
             path = f"{(path or '').rstrip('/')}/{self.suffix}".lstrip("/")
         return hidden.masked(path) if path else None
 
-    def as_it_came(self, end):
-        """The end of the path before its escapes were decoded."""
-        if "%" not in self.environ.get("REQUEST_URI", "%") and end.isascii():
-            return end
+    def as_it_came(self, rest):
+        """The end of the path before its escapes were decoded, without a source's name."""
+        is_plain = "%" not in self.environ.get("REQUEST_URI", "%") and rest.isascii()
+        if not is_plain:  # what it is in bytes: "/webhook/" in front of it is ASCII
+            rest = self.environ["PATH_INFO"][len(self.path) - len(rest) :]
+        rest = rest.lstrip("/")
+        if self.place:
+            rest = rest.partition("/")[2].lstrip("/")
+        if is_plain or not rest:
+            return rest
         path = re.split("[?#]", self.target, maxsplit=1)[0]
         if "%" in path:
             path = ESCAPE.findall(path)
-        came = escaped_target("".join(path[-len(end) :]))
-        if urllib.parse.unquote_to_bytes(came) == end.encode("latin-1"):
+        came = escaped_target("".join(path[-len(rest) :]))
+        if urllib.parse.unquote_to_bytes(came) == rest.encode("latin-1"):
             return came
         # the server has changed it
-        return urllib.parse.quote(end, "/;=,:@!$&'()*+", "latin-1")
+        return urllib.parse.quote(rest, "/;=,:@!$&'()*+", "latin-1")
 
     def kept_query(self, hidden):
         """The query as it came, without credentials; None for none."""
