@@ -2414,10 +2414,12 @@ class PayloadTest(Case):
         self.assertEqual((1, 1), (text.count("content-type"), text.count("length")))
 
     def test_very_many_headers_are_not_remembered(self):
+        self.send()
         before = buffer.kept_names.cache_info().currsize
+        self.send(HTTP_CONNECTION="close, x-0")  # and those that a sender names so
         self.send(**{f"HTTP_X_{number}": "x" for number in range(200)})
         self.assertEqual(before, buffer.kept_names.cache_info().currsize)
-        self.assertEqual(200, self.rows()[0]["headers"].count('"x-'))
+        self.assertEqual(200, self.rows()[-1]["headers"].count('"x-'))
 
     def test_hostile_headers_and_queries_come_out_as_json(self):
         odd = {"PATH_INFO": "/webhook/\xff", "HTTP_X_ODD": '\xff"\\'}
