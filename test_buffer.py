@@ -10454,7 +10454,7 @@ class RelayProofTest(Proof):
             if method is None:
                 break
             found[properties.message_id] += 1
-        self.assertEqual({f"evt_{n}" for n in range(1, number + 1)}, set(found))
+        self.assertEqual({f"x:evt_{n}" for n in range(1, number + 1)}, set(found))
 
     def killed(self, service):
         service.stop(signal.SIGKILL)
