@@ -10,7 +10,8 @@ their time.
 
 Senders
     POST /webhook[/...]           200 {"status":"ok"} once the body is on disk; where
-                                  SECRET_<FONTE> is set, /webhook/<fonte> takes what is signed
+                                  SECRET_<FONTE> is set, /webhook/<fonte> takes what is
+                                  signed; with FORWARD_<FONTE> alone it has a name only
 Consumers
     POST /fila/pegar?limite=50    lease the oldest messages: a JSON array of items, or [];
                                   with espera=20 it waits for one; with agrupar=8 each item
@@ -394,10 +395,11 @@ def read_headers(environ):
 
 @dataclasses.dataclass(frozen=True)
 class SourceSettings:
-    """What is set for a sender that signs, under the name in its path in capitals."""
+    """What is set for a source, under the name in its path in capitals. Without a secret
+    it has a name only, and its senders a token."""
 
     secret: bytes = setting(
-        None, one_secret, "makes /webhook/<fonte> a source: it signs", "SECRET_{}"
+        None, one_secret, "makes /webhook/<fonte> a source that signs", "SECRET_{}"
     )
     secret_old: bytes = setting(
         None, one_secret, "a second secret, while rotating", "SECRET_{}_OLD"
@@ -407,7 +409,10 @@ class SourceSettings:
         "300", count, "seconds a timestamp may be off; 0 is off", "TOLERANCE_{}"
     )
     forward: str = setting(
-        None, target_url, "where to deliver what this source sends", "FORWARD_{}"
+        None,
+        target_url,
+        "where to deliver what comes to /webhook/<fonte>, also without SECRET_<FONTE>",
+        "FORWARD_{}",
     )
     group_key: tuple = setting(
         "", own_key_words, "instead of GROUP_KEY", "GROUP_KEY_{}"
@@ -529,13 +534,30 @@ class Settings:
             source = found[1] or found[2]
             if source != source.upper().replace("-", "_"):
                 raise StartError(f"{name}: write it in capitals, and - as _", 2)
-            if f"SECRET_{source}" not in environ:
-                raise StartError(f"{name} is set, but not SECRET_{source}", 2)
-            values = read_settings(SourceSettings, environ, source)
-            sources[source] = SourceSettings(**values)
+            sources[source] = cls.read_source(environ, source, name)
         values = read_settings(cls, environ)
         values["forward_header"] = read_headers(environ)
         return cls(**values, sources=tuple(sources.items()))
+
+    @staticmethod
+    def read_source(environ, source, name):
+        """The SourceSettings of one, of which a variable is set: `name`."""
+        signs = f"SECRET_{source}" in environ
+        if not signs and not name.startswith(("FORWARD_", "GROUP_KEY_")):
+            raise StartError(f"{name} is set, but not SECRET_{source}", 2)
+        if not signs and not environ.get(f"FORWARD_{source}"):
+            text = (
+                f"{name} is set, but not SECRET_{source}, and FORWARD_{source} neither"
+            )
+            raise StartError(text, 2)
+        try:
+            return SourceSettings(**read_settings(SourceSettings, environ, source))
+        except StartError as error:
+            if signs or not str(error).startswith("FORWARD_"):
+                raise
+            path = source.lower().replace("_", "-")  # FORWARD_PORT=tcp: Kubernetes'
+            more = f"it would say where to deliver what comes to /webhook/{path}"
+            raise StartError(f"{error}; {more}", 2) from None
 
 
 # Metrics
@@ -688,8 +710,8 @@ NEW_COLUMNS = {
     "group_key": "TEXT",  # its conversation
     "size": "INTEGER",  # bytes of the payload
     "method": "TEXT",
-    "path": "TEXT",  # what followed /webhook/
-    "query": "TEXT",  # a JSON object, without the token
+    "path": "TEXT",  # what followed /webhook/ or the source, escaped as it came
+    "query": "TEXT",  # as it came, but for the token
     "headers": "TEXT",  # a JSON object, without credentials
     "reason": "TEXT",  # erro: why
     "tries": "TEXT",  # lines: second, what, who has it now or why it ended; see TOLD
@@ -815,6 +837,15 @@ CREATE TABLE IF NOT EXISTS problemas (
 ) WITHOUT ROWID"""
 PROBLEMS = "SELECT kind, name, since, seen, text FROM problemas ORDER BY since, kind"
 PROBLEM = "INSERT INTO problemas VALUES (?, ?, ?, ?, ?)"
+
+# What tells this file from others whose messages have the same ids: random, made with the
+# file, and the same in a backup of it.
+FILE_ID_TABLE = "CREATE TABLE IF NOT EXISTS arquivo (id TEXT NOT NULL)"
+NEW_FILE_ID = """
+INSERT INTO arquivo (id)
+SELECT :id
+ WHERE NOT EXISTS (SELECT 1 FROM arquivo)"""
+FILE_ID = "SELECT id FROM arquivo"
 
 HAPPENED = """
 INSERT INTO contadores (name, label, n)
@@ -1721,6 +1752,9 @@ class Store:
                 self._run(statement)
             self._run(MINUTES_TABLE)
             self._run(PROBLEMS_TABLE)
+            self._run(FILE_ID_TABLE)
+            self._run(NEW_FILE_ID, id=secrets.token_hex(8))
+            [[self.file_id]] = self._run(FILE_ID)
             if not self._run("PRAGMA table_info(contadores)"):
                 for statement in (COUNTERS_TABLE, COUNT_ALL, *TRIGGERS):
                     self._run(statement)
@@ -1867,8 +1901,8 @@ class Store:
     ):
         """Keeps one message, in bytes; `is_text` where they are UTF-8.
 
-        The others are texts, query and headers JSON objects. False, and nothing is kept,
-        when this source's event is known already.
+        The others are texts, headers a JSON object. False, and nothing is kept, when
+        this source's event is known already.
         """
         sql = WEBHOOK if is_text else WEBHOOK_BYTES
         # one INSERT undoes itself when it fails: inside a transaction it needs no
@@ -2561,7 +2595,7 @@ class BadSignature(Exception):
 
 
 class Source:
-    """A sender that signs.
+    """A sender that signs, or without a secret one that has a name only.
 
     Of a request it needs method, target (path and query as they came), query,
     header(name), in_query(name), and raw, the bytes of the body as they came.
@@ -2570,8 +2604,12 @@ class Source:
     def __init__(self, name, settings, public_url):
         """`settings` is a SourceSettings; StartError when it makes no sense."""
         self.name = name.lower().replace("_", "-")
+        self.group_key, self.signs = settings.group_key, settings.secret is not None
+        if self.signs:
+            self.read_scheme(name, settings, public_url)
+
+    def read_scheme(self, name, settings, public_url):
         self.public_url, self.tolerance = public_url, settings.tolerance
-        self.group_key = settings.group_key
         self.secrets = [settings.secret, settings.secret_old or settings.secret]
         self.preset = settings.sign or (
             self.name if self.name in PRESETS else "generic"
@@ -2726,12 +2764,12 @@ def signed_query(source, request, name, given):
     text, *more = request.query.get(name, [""])
     if more:  # which of them is signed, and which is read?
         raise BadSignature("assinatura")
-    return (text.lower() if lower else text).encode() or None
+    return (text.lower() if lower else text).encode(errors="surrogateescape") or None
 
 
 def signed_form(source, request, name, given):
     """Twilio's: keys and values, sorted; for other bodies a hash stands in the URL."""
-    digest = request.query.get("bodySHA256", [""])[0].encode()
+    digest = request.query.get("bodySHA256", [""])[0].encode(errors="replace")
     if digest:
         found = hashlib.sha256(request.raw).hexdigest().encode()
         return b"" if hmac.compare_digest(digest, found) else None
@@ -4718,12 +4756,58 @@ class Buckets:
 
 
 # Not the sender's, or not for the consumer: credentials, what belongs to the connection
-# (RFC 9110 7.6.1), what proxies add.
+# (RFC 9110 7.6.1), what proxies add and frameworks take for the path, method or client.
 NOT_KEPT = re.compile(
     "x-token|authorization|proxy-.*|cookie"
     "|connection|keep-alive|te|trailer|transfer-encoding|upgrade|expect"
-    "|forwarded|x-forwarded-.*|via|x-real-ip|true-client-ip|cf-.*|cdn-loop"
+    "|forwarded|x-forward(ed)?(-.*)?|via|x-real-ip|true-client-ip|cf-.*|cdn-loop"
+    "|x-original-.*|x-rewrite-.*|x-envoy-.*|x-host|x-http-method.*|x-method-override"
+    "|(x-|x-cluster-|fastly-)?client-ip"
 )
+
+
+class Hidden:
+    """What is not kept with a message, wherever a sender puts it: tokens, and secrets that
+    are sent as they are. Shorter ones could be words; they start on loopback only."""
+
+    SHORTEST = 16
+
+    def __init__(self, tokens, sources):
+        bare = [source for source in sources if not source.templates]
+        names = (source.header.lower().replace("_", "-") for source in bare)
+        self.headers = frozenset(names)
+        words = {*tokens, *(key for source in bare for key in source.secrets)}
+        words = [word.decode("latin-1") for word in words if len(word) >= self.SHORTEST]
+        self.words = tuple({*words, *(quote_json(word)[1:-1] for word in words)})
+        ways = [
+            "".join(f"(?:{re.escape(c)}|(?i:%{ord(c):02x}))" for c in word)
+            for word in words
+        ]
+        self.pattern = re.compile("|".join(ways) or "(?!)")
+
+    def is_in(self, text):
+        """Whether it may stand in headers as JSON, or in a piece of a target."""
+        for word in self.words:
+            if word in text:
+                return True
+        return "%" in text and self.pattern.search(text)
+
+    def masked(self, text):
+        if len(text) < self.SHORTEST or not self.is_in(text):
+            return text
+        return self.pattern.sub("***", text)
+
+
+VISIBLE = "".join(map(chr, range(33, 127)))  # what may stand in a target (RFC 9112 3.2)
+INVISIBLE = re.compile("[^!-~]")
+ESCAPE = re.compile("%[0-9A-Fa-f]{2}|.", re.DOTALL)  # a byte of a path as it came
+
+
+def escaped_target(text):
+    """A piece of a target, as PEP 3333 gives it, as it may be sent on: most as it is."""
+    if not INVISIBLE.search(text):
+        return text
+    return urllib.parse.quote(text.encode("latin-1"), VISIBLE)
 
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # dumps() makes one each time
@@ -4739,31 +4823,42 @@ def environ_key(name):
 
 
 @functools.lru_cache(maxsize=256)  # senders repeat themselves
-def kept_names(keys):
+def kept_names(keys, without):
     """Triples ('HTTP_X_GITHUB_EVENT', 'x-github-event', '"x-github-event":')."""
     both = "CONTENT_(TYPE|LENGTH)$"  # some servers give them with HTTP_ as well
     headers = [key for key in keys if re.match(f"HTTP_(?!{both})|{both}", key)]
     names = [key.removeprefix("HTTP_").replace("_", "-").lower() for key in headers]
-    pairs = zip(headers, names)
+    pairs = [pair for pair in zip(headers, names) if pair[1] not in without]
     return [(k, n, f"{quote_json(n)}:") for k, n in pairs if not NOT_KEPT.fullmatch(n)]
 
 
 class Request:
     """What handlers need of a WSGI environ (PEP 3333: text there is latin-1)."""
 
-    _json = ...  # not read yet
+    _json = _query = ...  # not read yet
+    suffix = ""  # what a sender appended to the token in the query, escaped
+    place = None  # the Source that its path names
+    source = None  # the same, if that signs
+    raw = None  # the body, once it was read
 
     def __init__(self, environ):
         self.environ = environ
         self.method = environ["REQUEST_METHOD"]
-        path = environ.get("PATH_INFO", "")
-        self.path = path.encode("latin-1").decode("utf-8", "replace")
-        self.query, self.query_token = {}, None
-        if environ.get("QUERY_STRING"):
-            self._read_query(environ["QUERY_STRING"])
-        self.suffix = ""  # what a sender appended to the token in the query
-        self.source = None  # the Source that has signed it
-        self.raw = None  # the body, once it was read
+        self.path = path = environ.get("PATH_INFO", "")
+        if not path.isascii():
+            self.path = path.encode("latin-1").decode("utf-8", "replace")
+
+    @property
+    def query(self):
+        """{name: values} without the token. Bytes that are no UTF-8 become such as only
+        encode again with "surrogateescape": they can be signed."""
+        if self._query is ...:
+            text = self.environ.get("QUERY_STRING", "").encode("latin-1")
+            options = {"keep_blank_values": True, "errors": "surrogateescape"}
+            text = text.decode(errors="surrogateescape")
+            self._query = urllib.parse.parse_qs(text, **options) if text else {}
+            self._query.pop("token", None)
+        return self._query
 
     def in_query(self, name):
         """A credential's bytes from the query, or None. A plus stays one: it is part of
@@ -4773,12 +4868,6 @@ class Request:
             if key == name:
                 return urllib.parse.unquote_to_bytes(value.encode("latin-1"))
         return None
-
-    def _read_query(self, text):
-        text = text.encode("latin-1").decode("utf-8", "replace")
-        self.query = urllib.parse.parse_qs(text, keep_blank_values=True)
-        self.query.pop("token", None)
-        self.query_token = self.in_query("token")
 
     def header(self, name):
         return self.environ.get(environ_key(name))
@@ -4804,7 +4893,8 @@ class Request:
 
     def word(self, name):
         """The first value of a name in the query, or None."""
-        return self.query.get(name, [None])[0]
+        text, *_ = self.query.get(name, [None])
+        return text and text.encode(errors="surrogateescape").decode(errors="replace")
 
     def source_name(self):
         """`fonte` as names are kept, or None. Refusal 400 when it is empty: a variable
@@ -4874,30 +4964,64 @@ class Request:
             self._json = read_json(self.content)
         return self._json
 
-    def kept_headers(self):
+    def kept_headers(self, hidden):
         """The sender's headers as a JSON object, names in lower case as in n8n."""
-        values, without = self.environ, None
-        if self.source and not self.source.templates:  # it holds the secret itself
-            without = self.source.header.lower().replace("_", "-")
+        values, without, names_of = self.environ, hidden.headers, kept_names
+        options = values.get("HTTP_CONNECTION", "close").lower()
+        if options not in ("close", "keep-alive"):  # it names others that belong to it
+            without = without | {option.strip() for option in options.split(",")}
         if self.content is not self.raw:
             values = {**values, "CONTENT_LENGTH": str(len(self.content))}
             values.pop("HTTP_CONTENT_ENCODING")
-        names = (kept_names if len(values) < 100 else kept_names.__wrapped__)(
-            tuple(values)
-        )
-        texts = [
-            json_ + quote_json(values[key]) for key, n, json_ in names if n != without
-        ]
-        return "{" + ",".join(texts) + "}"
+        if len(values) >= 100 or without is not hidden.headers:
+            names_of = kept_names.__wrapped__
+        names = names_of(tuple(values), without)
+        texts = [json_ + quote_json(values[key]) for key, _, json_ in names]
+        text = "{" + ",".join(texts) + "}"
+        if hidden.is_in(text):
+            text = to_json({n: hidden.masked(values[key]) for key, n, _ in names})
+        return text
 
-    def kept_query(self):
-        """The query as a JSON object or None."""
-        query = self.query
-        if not query:
+    def kept_path(self, hidden):
+        """The path below /webhook or the source, as it came; None for none."""
+        path = self.params.get("rest")
+        if path:
+            path = self.as_it_came(path)
+        if self.suffix:
+            path = f"{(path or '').rstrip('/')}/{self.suffix}".lstrip("/")
+        return hidden.masked(path) if path else None
+
+    def as_it_came(self, rest):
+        """The end of the path before its escapes were decoded, without a source's name."""
+        is_plain = "%" not in self.environ.get("REQUEST_URI", "%") and rest.isascii()
+        if not is_plain:  # what it is in bytes: "/webhook/" in front of it is ASCII
+            rest = self.environ["PATH_INFO"][len(self.path) - len(rest) :]
+        rest = rest.lstrip("/")
+        if self.place:
+            rest = rest.partition("/")[2].lstrip("/")
+        if is_plain or not rest:
+            return rest
+        path = re.split("[?#]", self.target, maxsplit=1)[0]
+        if "%" in path:
+            path = ESCAPE.findall(path)
+        came = escaped_target("".join(path[-len(rest) :]))
+        if urllib.parse.unquote_to_bytes(came) == rest.encode("latin-1"):
+            return came
+        # the server has changed it
+        return urllib.parse.quote(rest, "/;=,:@!$&'()*+", "latin-1")
+
+    def kept_query(self, hidden):
+        """The query as it came, without credentials; None for none."""
+        text = self.environ.get("QUERY_STRING")
+        if not text:
             return None
+        without = ["token"]
         if self.source and not self.source.templates:
-            query = {k: v for k, v in query.items() if f"?{k}" != self.source.header}
-        return flat(query)
+            without.append(self.source.header.removeprefix("?").lower())
+        pairs = text.split("&")
+        pairs = [pair for pair in pairs if query_name(pair).lower() not in without]
+        text = escaped_target("&".join(pairs))
+        return hidden.masked(text) if text else None
 
 
 def read_json(body):
@@ -4920,6 +5044,11 @@ scan_json = json.JSONDecoder().scan_once
 
 
 FIELDS = 10_000  # of a form
+
+
+def query_name(pair):
+    """The name in a part of a query that was split at "&"."""
+    return urllib.parse.unquote_plus(pair.partition("=")[0])
 
 
 def flat(query):
@@ -5064,10 +5193,23 @@ def quoted(value):
 
 
 def kept_json(text):
-    """Headers or the query of a row; ValueError when they are no JSON any more."""
+    """Headers of a row; ValueError when they are no JSON any more."""
     if text and not is_json(text.encode()):
-        raise ValueError("headers or query are damaged")
+        raise ValueError("headers are damaged")
     return text
+
+
+def path_text(path):
+    """A row's path without escapes, for people and routing keys; or None."""
+    return path and urllib.parse.unquote(path).strip("/")
+
+
+def query_json(query):
+    """A row's query as a JSON object, or None; UnicodeEncodeError as quoted()."""
+    if not query:
+        return None
+    query.encode()
+    return flat(urllib.parse.parse_qs(query, keep_blank_values=True))
 
 
 def moment(text):
@@ -5086,11 +5228,11 @@ def item_json(row, **more):
         recebido_em=moment(row["created_at"]),
         fonte=quoted(row["source"]),
         metodo=quoted(row["method"]),
-        caminho=quoted(row["path"]),
+        caminho=quoted(path_text(row["path"])),
         evento=quoted(row["event_id"]),
         chave=quoted(row["group_key"]),
         headers=kept_json(row["headers"]),
-        query=kept_json(row["query"]),
+        query=query_json(row["query"]),
     )
 
 
@@ -5100,18 +5242,45 @@ def item_n8n(row):
     headers = kept_json(row["headers"]) or "{}"
     kind = json.loads(headers).get("content-type", "")
     if kind.lower().startswith("application/x-www-form-urlencoded"):
-        options = {"keep_blank_values": True, "max_num_fields": FIELDS}
-        text = row["body"].decode("utf-8", "replace")
-        with contextlib.suppress(ValueError):  # more of them stay text
-            body = flat(urllib.parse.parse_qs(text, **options)) or "{}"
+        with contextlib.suppress(ValueError):  # one with more FIELDS stays text
+            body = form_json(row["body"], kind) or "{}"
     return joined(
         id=str(row["id"]),
         tentativa=str(row["attempts"]),
         headers=headers,
         params="{}",
-        query=kept_json(row["query"]) or "{}",
+        query=query_json(row["query"]) or "{}",
         body=body,
     )
+
+
+# Not every codec of Python: some take the square of the time, some are none of text.
+CHARSET = re.compile(
+    r"""(?i);\s*charset\s*=\s*["']?(utf-?8|(?:iso-?8859|windows|cp)-?[0-9]{1,4}"""
+    r"""|latin-?[0-9]{1,2}|koi8-[ru]|shift_jis|euc-(?:jp|kr)|gbk|gb2312|gb18030|big5)\b"""
+)
+
+
+def form_json(body, kind):
+    """A form as a JSON object, or None for an empty one: in the charset that its content
+    type names, else in UTF-8, else in windows-1252. ValueError for too many fields."""
+    options = {"keep_blank_values": True, "max_num_fields": FIELDS}
+    text = body.decode("latin-1")  # a character for a byte, until all are decoded
+    form = urllib.parse.parse_qs(text, encoding="latin-1", **options)
+    for charset in (*CHARSET.findall(kind), "utf-8", "windows-1252"):
+        with contextlib.suppress(UnicodeDecodeError, LookupError):
+            return flat(recoded(form, charset, "strict"))
+    # five bytes mean nothing in it
+    return flat(recoded(form, "windows-1252", "replace"))
+
+
+def recoded(form, charset, errors):
+    def text(value):
+        if value.isascii():
+            return value
+        return value.encode("latin-1").decode(charset, errors)
+
+    return {text(name): [*map(text, values)] for name, values in form.items()}
 
 
 def conversation_json(source, key, rows, shown):
@@ -5271,6 +5440,9 @@ class App:
         senders = settings.token + (settings.webhook_token or ())
         watchers = settings.token + (settings.metrics_token or ())
         self.good = {SENDER: senders, CONSUMER: settings.token, WATCHER: watchers}
+        tokens = {*senders, *watchers}
+        signing = [source for source in self.sources.values() if source.signs]
+        self.hidden = Hidden(tokens, signing)
         self.delivery = None  # what pushes messages, if something does
         self.connections = None  # how many the server has
         self.times = {}  # route: Histogram of seconds from complete to answered
@@ -5352,19 +5524,21 @@ class App:
         text: /webhook?token=T/messages-upsert. What follows the token counts as path.
         """
         if right is SENDER and self.sources:
-            request.source = self.source(request)
-            if request.source:
+            request.place = self.source(request)
+            if request.place and request.place.signs:
+                request.source = request.place
                 return
-        good = self.good[right]
-        given = request.header_token() or request.query_token or b""
+        good, header = self.good[right], request.header_token()
+        given = header or request.in_query("token") or b""
         fits = [token for token in good if hmac.compare_digest(given, token)]
         if fits:
             return
-        if right is SENDER and given is request.query_token:
+        if right is SENDER and not header:
             for token in good:
                 head, rest = given[: len(token) + 1], given[len(token) + 1 :]
                 if hmac.compare_digest(head, token + b"/"):
-                    request.suffix = rest.decode("utf-8", "replace")
+                    rest = rest.strip(b"/")
+                    request.suffix = urllib.parse.quote(rest, "/;=,:@!$&'()*+")
                     return
         raise Refusal(401, "não autorizado", reason="token")
 
@@ -5388,25 +5562,19 @@ class App:
     def webhook(self, request):
         """A plain webhook or a source's; what a provider asks to check the URL first."""
         self.limit_rate(request)
-        settings, source = self.settings, request.source
-        if not source:
-            request.read(settings.max_body)
+        settings, source, place = self.settings, request.source, request.place
+        request.read(settings.max_body)
         request.inflate(settings.max_body)
         answer = handshake(request)
         if answer:
             return answer
         if not request.content:
             raise Refusal(400, "payload inválido")
-        path = request.params.get("rest", "").strip("/")
-        if source:
-            path = path.partition("/")[2]
-        if request.suffix:
-            path = f"{path}/{request.suffix.strip('/')}".strip("/")
         words = (source.id_word,) if source else settings.dedupe
         keys = settings.group_key
-        if source and source.group_key is not None:
-            keys = source.group_key
-        name = source and source.name
+        if place and place.group_key is not None:
+            keys = place.group_key
+        name = place and place.name
         event_id = None if "-" in words else find_id(words, request)
         if source and event_id and not source.signs_id:
             event_id = self.store.own_id(name, event_id, request.content)
@@ -5417,9 +5585,9 @@ class App:
             event_id=event_id,
             group_key=find_first(keys, request) if keys else None,
             method=request.method,
-            path=path or None,
-            query=request.kept_query(),
-            headers=request.kept_headers(),
+            path=request.kept_path(self.hidden),
+            query=request.kept_query(self.hidden),
+            headers=request.kept_headers(self.hidden),
         )
         return self.OK if is_new else self.DUPLICATE
 
@@ -5431,16 +5599,16 @@ class App:
 
     def check_url(self, request):
         """Meta checks a URL by GET before it sends; every other GET is refused."""
-        query = {name: values[0] for name, values in request.query.items()}
         wanted = self.settings.verify_token
         source = self.source(request)
-        meta = wanted and (not source or source.preset == "meta")
-        if not meta or "hub.challenge" not in query or request.method == "HEAD":
+        meta = wanted and (not source or not source.signs or source.preset == "meta")
+        challenge = request.word("hub.challenge")
+        if not meta or challenge is None or request.method == "HEAD":
             raise not_allowed(["POST"])
-        given = query.get("hub.verify_token", "").encode()
+        given = (request.word("hub.verify_token") or "").encode()
         if not hmac.compare_digest(given, wanted):
             raise Refusal(403, "proibido", reason="VERIFY_TOKEN")
-        return echo(query["hub.challenge"])
+        return echo(challenge)
 
     def pegar(self, request):
         """A batch. With `espera`, under our own server, the answer can wait:
@@ -5747,7 +5915,7 @@ class App:
         find = finder(text).search
 
         def fits(row):
-            others = row["event_id"], row["group_key"], row["path"]
+            others = row["event_id"], row["group_key"], path_text(row["path"])
             known = "\n".join(filter(None, others)).encode("utf-8", "replace")
             return row["id"] not in exact and (find(row["body"]) or find(known))
 
@@ -6095,12 +6263,10 @@ class Parcel:
             return conversation_json(*self.conversation, self.rows, item_json)
         return self.rows[0]["body"]
 
-    def key(self):
+    def key(self, file_id):
         """The same in every delivery of the same messages (Idempotency-Key)."""
-        if not self.conversation:
-            return idempotency_key(self.rows[0])
-        keys = "\n".join(map(idempotency_key, self.rows))
-        return f"sha256:{hashlib.sha256(keys.encode()).hexdigest()}"
+        keys = [idempotency_key(row, file_id) for row in self.rows]
+        return sha256_of("\n".join(keys)) if self.conversation else keys[0]
 
 
 class Breaker:
@@ -6170,7 +6336,7 @@ class Target:
     def __init__(self, name, url, source, settings, delivery):
         self.name, self.url, self.source = name, url, source
         self.clock, self.results = delivery.clock, delivery.results
-        self.wake = delivery.wake
+        self.wake, self.store = delivery.wake, delivery.store
         self.timeout, self.rate = settings.forward_timeout, settings.forward_rate
         self.without = ()  # sources that have a target of their own
         self.group = settings.forward_group
@@ -6270,12 +6436,46 @@ class Target:
         }
 
 
-def idempotency_key(row):
-    """The same in every delivery of the same event; a colon tells it from an id."""
+def idempotency_key(row, file_id):
+    """The same in every delivery of the same event, and no other's: neither another
+    source's nor, where there is no event id, that of a row of another file."""
     if not row["event_id"]:
-        return str(row["id"])
-    key = f"{row['source'] or ''}:{row['event_id']}"
-    return urllib.parse.quote(key, safe="".join(map(chr, range(33, 127))))
+        return f"{file_id}-{row['id']}"
+    event = urllib.parse.quote(row["event_id"], VISIBLE.replace("%", ""))
+    return f"{source_label(row)}:{event}"
+
+
+def source_label(row):
+    """A row's source, as a header can hold it; "" for none."""
+    return urllib.parse.quote(row["source"] or "", "")
+
+
+def sha256_of(text):
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def sender_headers(row):
+    """Those that a target gets: what we say of a message is not the sender's to say."""
+    headers = json.loads(row["headers"] or "{}")
+    return {k: v for k, v in headers.items() if not k.startswith("x-buffer-")}
+
+
+# A segment of dots, as targets may read it: after its escapes, with a backslash for a
+# slash, a parameter or a blank behind it, in UTF-8 that is longer than need be.
+SLASH = rb"[/\\]|\xc0\xaf|\xc1\x9c"
+DOTS = re.compile(rb"(^|%b)(\.|\xc0\xae)+([;\0- ][^/\\]*)?($|%b)" % (SLASH, SLASH))
+
+
+def climbs(segment):
+    """Whether a segment of a path is .., or holds it for who decodes it first."""
+    return bool(DOTS.search(urllib.parse.unquote_to_bytes(segment)))
+
+
+def names_in(query):
+    """Its names, those that a target may take for the same as one: PHP cuts them at [
+    and has _ for dots and blanks, others know no capitals or split at ; too."""
+    names = (query_name(pair).strip() for pair in re.split("[&;]", query))
+    return {re.sub("[ .]", "_", re.split(r"[\[\0]", name)[0]).lower() for name in names}
 
 
 class Push(Target):
@@ -6307,32 +6507,36 @@ class Push(Target):
             self.parcels.put(None)
 
     def address(self, parcel):
-        """Path and query: the URL's, then a message's own.
+        """Path and query: the URL's, then a message's own as they came.
 
-        Segments such as .. are left out: senders must not reach other paths.
+        Segments such as .. are left out, and names that the URL's query has: senders
+        must not reach other paths, nor say what FORWARD_URL says.
         """
         row = {"path": None, "query": None} if parcel.conversation else parcel.rows[0]
-        rest = [part for part in (row["path"] or "").split("/") if part.strip(".")]
-        path = self.url.path or "/"
+        rest = [part for part in (row["path"] or "").split("/") if not climbs(part)]
+        rest, path = "/".join(rest).lstrip("/"), self.url.path or "/"
         if rest:
-            quoted = (urllib.parse.quote(part, "!$&'()*+,=:@") for part in rest)
-            path = f"{path.rstrip('/')}/{'/'.join(quoted)}"
-        query = json.loads(row["query"] or "{}")
-        query = urllib.parse.urlencode(query, doseq=True, errors="replace")
-        query = "&".join(filter(None, (self.url.query, query)))
+            path = f"{path.rstrip('/')}/{rest}"
+        query = row["query"] or ""
+        if self.url.query:
+            ours = names_in(self.url.query)
+            pairs = query.split("&") if query else ()
+            pairs = (pair for pair in pairs if not ours & names_in(pair))
+            query = "&".join((self.url.query, *pairs))
         return f"{path}?{query}" if query else path
 
     def headers(self, parcel, body):
         if parcel.conversation:
             headers = {"content-type": "application/json"}
         else:
-            headers = json.loads(parcel.rows[0]["headers"] or "{}")
+            headers = sender_headers(parcel.rows[0])
         headers.pop("accept-encoding", None)  # which the sender could read, and not we
         headers["host"] = self.url.netloc.rpartition("@")[2]
         headers["content-length"] = str(len(body))
         headers["x-buffer-id"] = str(parcel.id)
         headers["x-buffer-tentativa"] = str(parcel.attempts)
-        headers["idempotency-key"] = parcel.key()
+        headers["x-buffer-fonte"] = source_label(parcel.rows[0])
+        headers["idempotency-key"] = parcel.key(self.store.file_id)
         return {**headers, **self.fixed}
 
 
@@ -6669,7 +6873,9 @@ class Relay(Target):
             [row] = parcel.rows
             try:
                 key = routing_key(self.routing_key, row)
-                what = self.pika.BasicProperties(**message_properties(row))
+                what = self.pika.BasicProperties(
+                    **message_properties(row, self.store.file_id)
+                )
                 self.channel.basic_publish(
                     self.exchange, key, row["body"], what, mandatory=True
                 )
@@ -6756,7 +6962,8 @@ def import_pika(name):
 def routing_key(template, row):
     """Words between dots, for topic exchanges; at most 255 bytes, as AMQP has it."""
     key = template.replace("{fonte}", row["source"] or "webhook")
-    key = key.replace("{caminho}", (row["path"] or "").replace("/", "."))
+    path = path_text(row["path"]) or ""
+    key = key.replace("{caminho}", path.replace("/", "."))
     return short(key.strip("."))
 
 
@@ -6764,27 +6971,28 @@ def short(text):
     return text.encode()[:255].decode(errors="ignore")
 
 
-def message_properties(row):
+def message_properties(row, file_id):
     """Of a message in AMQP; its headers are the sender's, in lower case."""
-    headers = json.loads(row["headers"] or "{}")
-    message_id = row["event_id"] or str(row["id"])
-    if len(message_id.encode()) > 255:  # the most AMQP has room for
-        message_id = f"sha256:{hashlib.sha256(message_id.encode()).hexdigest()}"
+    headers = sender_headers(row)
+    message_id = idempotency_key(row, file_id)
+    if len(message_id) > 255:  # the most AMQP has room for
+        message_id = sha256_of(message_id)
     kind = headers.pop("content-type", None)
     when = datetime.datetime.fromisoformat(row["created_at"] + "+00:00")
     headers = {name: value for name, value in headers.items() if len(name) <= 255}
     return {
         "message_id": message_id,
         "timestamp": int(when.timestamp()),
-        "type": short(row["path"] or ""),
+        "type": short(path_text(row["path"]) or ""),
         "content_type": kind and short(kind),
-        "app_id": short(socket.gethostname()),  # an id is unique on one machine
+        "app_id": short(socket.gethostname()),
         "delivery_mode": 2,
         "headers": {
             **headers,
             "x-buffer-id": row["id"],
             "x-buffer-fonte": row["source"] or "",
             "x-buffer-tentativa": row["attempts"],
+            "x-buffer-query": row["query"] or "",
         },
     }
 
@@ -7142,11 +7350,10 @@ def unreadable(code):
 
 
 # What stands in a head besides the ends of its lines; in a method, which is in capitals
-# (RFC 9110 9.1); in a field's name; in a target, where the rest is escaped.
+# (RFC 9110 9.1); in a field's name.
 PLAIN = bytes({9, *range(32, 127), *range(128, 256)})
 METHOD = b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NAME = METHOD + METHOD.lower()
-VISIBLE = "".join(map(chr, range(33, 127)))
 AUTHORITY = re.compile(rb"(?i)https?://(\[[0-9a-f:.]+\]|[\w.~%-]+)(:[0-9]*)?")
 
 

@@ -432,6 +432,19 @@ class StoreTest(Case):
         ):
             self.assertEqual(value, self.store._run(f"PRAGMA {pragma}")[0][0], pragma)
 
+    def test_a_file_has_an_id_that_no_other_has_and_that_stays(self):
+        before = self.store.file_id
+        self.assertRegex(before, "^[0-9a-f]{16}$")
+        self.open()
+        self.assertEqual(before, self.store.file_id)
+        reader, copy = buffer.ReadOnlyStore(self.configured.db_path), self.folder / "c"
+        reader.backup(copy)
+        reader.close()
+        self.open(DB_PATH=str(copy))
+        self.assertEqual(before, self.store.file_id)
+        self.open(DB_PATH=str(self.folder / "other"))
+        self.assertNotEqual(before, self.store.file_id)
+
     def test_every_query_of_the_hot_path_uses_its_index(self):
         queue = "COVERING INDEX fila_queue (status=? AND available_at=?"
         source = "COVERING INDEX fila_source (source=? AND status=? AND"
@@ -731,6 +744,48 @@ class WebhookTest(Case):
             self.claim()[0]["headers"].keys() | {"content-length"},
         )
 
+    def test_what_frameworks_take_for_path_method_or_client_is_not_kept(self):
+        names = (
+            "ORIGINAL_URL ORIGINAL_URI ORIGINAL_HOST REWRITE_URL ENVOY_ORIGINAL_PATH"
+        )
+        names += (
+            " HTTP_METHOD_OVERRIDE HTTP_METHOD METHOD_OVERRIDE FORWARDED FORWARD_FOR"
+        )
+        names += " FORWARDED_PREFIX CLIENT_IP CLUSTER_CLIENT_IP HOST"
+        self.send(**{f"HTTP_X_{name}": "/other" for name in names.split()})
+        self.assertNotIn("/other", self.rows()[0]["headers"])
+
+    def test_fields_that_connection_names_are_not_kept(self):
+        self.send(
+            HTTP_CONNECTION="close, X-Hop ,Keep-Alive", HTTP_X_HOP="1", HTTP_X_END="2"
+        )
+        headers = self.claim()[0]["headers"]
+        self.assertEqual((None, "2"), (headers.get("x-hop"), headers.get("x-end")))
+
+    def test_a_token_is_kept_in_no_header_and_nowhere_in_the_target(self):
+        for token in (TOKEN, 'odd"+\\é/token-of-ours'):
+            self.setUp()
+            self.open(TOKEN=token, METRICS_TOKEN="only-for-/metrics")
+            raw = token.encode()
+            escaped = urllib.parse.quote(raw, "")
+            every = "".join(f"%{byte:02x}" for byte in raw)
+            written = (raw.decode("latin-1"), escaped, escaped.lower(), every)
+            written += ("only-for-/metrics", "only-for-%2Fmetrics")
+            for text in written:
+                environ = {"HTTP_REFERER": f"https://h/webhook?a=1&token={text}&b=é"}
+                environ["HTTP_X_API_KEY"] = f"Token {text}"
+                environ["HTTP_X_ODD"] = '"\\'
+                environ["REQUEST_URI"] = f"/webhook/x?key={escaped}&TOKEN={escaped}"
+                url, own = environ["REQUEST_URI"], raw.decode("latin-1")
+                self.send(b"{}", url, token=own, **environ)
+                row = self.rows()[-1]
+                headers = json.loads(row["headers"])
+                self.assertEqual("Token ***", headers["x-api-key"], text)
+                self.assertEqual('"\\', headers["x-odd"])
+                url = "https://h/webhook?a=1&token=***&b=é"
+                self.assertEqual(url, headers["referer"], text)
+                self.assertEqual("key=***", row["query"])
+
     def test_paths(self):
         for url, path in (
             ("/webhook", None),
@@ -1013,6 +1068,18 @@ class SourceTest(SourceCase):
         for row in self.rows():
             self.assertNotRegex(f"{row['headers']}{row['query']}", "hidden|telegram-s")
 
+    def test_nor_with_a_plain_one(self):
+        self.open(SECRET_X="a-secret-of-a-source", SIGN_X="?key - -")
+        self.send(
+            url="/webhook/other?key=a-secret-of-a-source&b",
+            HTTP_X_TELEGRAM_BOT_API_SECRET_TOKEN="the-one-before",
+            HTTP_X_OTHER="a-secret-of-a-source",
+        )
+        [item] = self.claim()
+        self.assertNotIn("x-telegram-bot-api-secret-token", item["headers"])
+        self.assertEqual("***", item["headers"]["x-other"])
+        self.assertEqual({"key": "***", "b": ""}, item["query"])
+
     def test_refusals_are_counted_by_source_and_reason(self):
         body = b"{}"
         for url, headers, reason in (
@@ -1122,6 +1189,18 @@ class SourceTest(SourceCase):
             headers = {"HTTP_SIG": mac("s", text).hexdigest()}
             self.assertEqual(status, self.signed("/webhook/x?id=AbC", b"{}", headers))
 
+    def test_a_query_value_in_another_charset_can_be_signed(self):
+        self.open(SECRET_X="s", SIGN_X="Sig {q:id}|{q:id:lower} -".replace("|", "||"))
+        for query, message in (
+            ("%E9%FF", b"\xe9\xff"),
+            ("A%E9", b"a\xe9"),
+            ("%C3%89", "é".encode()),
+        ):
+            headers = {"HTTP_SIG": mac("s", message).hexdigest()}
+            self.assertEqual(200, self.signed(f"/webhook/x?id={query}", b"{}", headers))
+        headers = {"HTTP_SIG": mac("s", b"\xef\xbf\xbd").hexdigest()}
+        self.assertEqual(401, self.signed("/webhook/x?id=%E9", b"{}", headers))
+
     def test_either_of_two_templates_may_match(self):
         self.open(SECRET_X="s", SIGN_X="Sig a{body}||sha1:b{body} -")
         for part, algorithm, status in (
@@ -1209,6 +1288,118 @@ class SourceTest(SourceCase):
 
 
 @unittest.skipUnless(SHARED.exists(), "no recorded signatures beside this folder")
+class NamedTest(SourceCase):
+    """FORWARD_<NAME> without a secret: a source that has a name, and needs a token."""
+
+    settings = (
+        *(("FORWARD_MY_SHOP", "http://n8n/x"), ("WEBHOOK_TOKEN", "only-for-sending")),
+        *(("FORWARD_OTHER", "http://n8n/y"), ("SECRET_GITHUB", "github-secret")),
+    )
+
+    def test_a_token_is_its_credential(self):
+        for token, status in (
+            (None, 401),
+            ("wrong", 401),
+            (TOKEN, 200),
+            ("only-for-sending", 200),
+        ):
+            answer = self.call("POST", "/webhook/my-shop", b"{}", token=token)
+            self.assertEqual(status, answer[0], token)
+        url = f"/webhook/my-shop?token={TOKEN}/messages-upsert"
+        self.assertEqual(200, self.call("POST", url, b"{}", token=None)[0])
+        self.assertEqual("messages-upsert", self.claim()[2]["caminho"])
+        answer = self.call("POST", "/webhook/github", b"{}")
+        self.assertEqual(401, answer[0], "a token does not replace a signature")
+
+    def test_its_sender_is_known_before_the_body(self):
+        def admitted(url, **headers):
+            environ = {"REQUEST_METHOD": "POST", "PATH_INFO": url, **headers}
+            return self.app.admit(environ)
+
+        self.assertTrue(admitted("/webhook/my-shop", HTTP_X_TOKEN=TOKEN))
+        self.assertFalse(admitted("/webhook/github"))
+        with self.assertRaises(buffer.Refusal):
+            admitted("/webhook/my-shop")
+
+    def test_its_messages_have_its_name_and_can_be_claimed_by_it(self):
+        for name in ("my-shop/a", "My_Shop/b", "/MY-SHOP//c", "plain/d", "my-shops/e"):
+            self.send(url=f"/webhook/{name}")
+        found = self.claim("?fonte=my_shop")
+        self.assertEqual(["a", "b", "c"], [item["caminho"] for item in found])
+        self.assertEqual({"my-shop"}, {item["fonte"] for item in found})
+        found = self.claim()
+        self.assertEqual(["plain/d", "my-shops/e"], [i["caminho"] for i in found])
+        self.assertEqual({None}, {item.get("fonte") for item in found})
+
+    def test_its_conversations(self):
+        self.open(GROUP_KEY="$.de", GROUP_KEY_MY_SHOP="$.who")
+        for name in ("my-shop", "other"):
+            self.send(b'{"de":"a","who":"b"}', f"/webhook/{name}")
+        self.assertEqual(["b", "a"], [item["chave"] for item in self.claim()])
+
+    def test_an_event_id_is_one_of_its_own(self):
+        self.open(DEDUPE="$.id")
+        for url, status in (
+            ("/webhook/my-shop", "ok"),
+            ("/webhook/other", "ok"),
+            ("/webhook", "ok"),
+            ("/webhook/my-shop/x", "duplicado"),
+        ):
+            answer = self.call("POST", url, b'{"id":1}')[1]
+            self.assertIn(status, answer, url)
+
+    def test_handshakes_are_answered_as_without_a_name(self):
+        self.open(VERIFY_TOKEN="v")
+        query = "hub.mode=subscribe&hub.challenge=77&hub.verify_token="
+        url = "/webhook/my-shop?" + query
+        self.assertEqual((200, "77"), self.call("GET", url + "v", token=None))
+        self.assertEqual(403, self.call("GET", url + "w", token=None)[0])
+        url = "/webhook/github?" + query
+        self.assertEqual(405, self.call("GET", url + "v", token=None)[0])
+        answer = self.call("POST", "/webhook/my-shop?validationToken=abc")
+        self.assertEqual((200, "abc"), answer)
+
+    def test_what_belongs_to_one_that_signs_needs_a_secret(self):
+        for settings, reason in (
+            ({"SIGN_OTHER": "github"}, "^SIGN_OTHER is set, but not SECRET_OTHER$"),
+            (
+                {"TOLERANCE_OTHER": "1"},
+                "^TOLERANCE_OTHER is set, but not SECRET_OTHER$",
+            ),
+            (
+                {"SECRET_OTHER_OLD": "x"},
+                "^SECRET_OTHER_OLD is set, but not SECRET_OTHER$",
+            ),
+            (
+                {"GROUP_KEY_X": "$.a"},
+                "^GROUP_KEY_X is set, but not SECRET_X, and FORWARD_X neither$",
+            ),
+            (
+                {"FORWARD_X": ""},
+                "^FORWARD_X is set, but not SECRET_X, and FORWARD_X neither$",
+            ),
+            ({"FORWARD_x": "http://h/"}, "capitals"),
+        ):
+            error = self.assertRaisesRegex(buffer.StartError, reason)
+            with self.subTest(settings=settings), error:
+                self.open(**settings)
+
+    def test_what_others_call_so_does_not_become_one_in_silence(self):
+        """Kubernetes sets these for a service that is called forward."""
+        for name, value in (
+            ("FORWARD_PORT", "tcp://10.0.0.1:80"),
+            ("FORWARD_SERVICE_HOST", "10.0.0.1"),
+            ("FORWARD_PORT_80_TCP", "tcp://10.0.0.1:80"),
+        ):
+            path = name.removeprefix("FORWARD_").lower().replace("_", "-")
+            with self.assertRaises(buffer.StartError) as caught:
+                self.open(**{name: value})
+            text = str(caught.exception)
+            self.assertTrue(text.startswith(f"{name}='***': it takes "), text)
+            self.assertTrue(text.endswith(f"comes to /webhook/{path}"), text)
+            self.assertEqual(2, caught.exception.status)
+
+
 class VectorsTest(Case):
     """Made with the providers' own libraries."""
 
@@ -2299,10 +2490,12 @@ class PayloadTest(Case):
         self.assertEqual((1, 1), (text.count("content-type"), text.count("length")))
 
     def test_very_many_headers_are_not_remembered(self):
+        self.send()
         before = buffer.kept_names.cache_info().currsize
+        self.send(HTTP_CONNECTION="close, x-0")  # and those that a sender names so
         self.send(**{f"HTTP_X_{number}": "x" for number in range(200)})
         self.assertEqual(before, buffer.kept_names.cache_info().currsize)
-        self.assertEqual(200, self.rows()[0]["headers"].count('"x-'))
+        self.assertEqual(200, self.rows()[-1]["headers"].count('"x-'))
 
     def test_hostile_headers_and_queries_come_out_as_json(self):
         odd = {"PATH_INFO": "/webhook/\xff", "HTTP_X_ODD": '\xff"\\'}
@@ -2862,6 +3055,27 @@ class ClaimOptionsTest(QueueCase):
         self.assertEqual("application/json", first["headers"]["content-type"])
         self.assertEqual({"a": "1", "b": ["é", "2"]}, form["body"])
         self.assertEqual("text", text["body"])
+
+    def test_formato_n8n_reads_a_form_in_its_charset(self):
+        for body, charset, value in (
+            (b"nome=Jos%E9", "", "José"),
+            (b"nome=Jos\xe9", "", "José"),
+            (b"nome=%80", "; charset=windows-1252", "€"),
+            (b"nome=%CF%F0", '; Charset="windows-1251"; x=y', "Пр"),
+            (b"nome=%83e", "; charset=shift_jis", "テ"),
+            (b"nome=Jos%C3%A9", "; charset=ISO-8859-1", "JosÃ©"),
+            (b"nome=Jos%C3%A9", "", "José"),
+            (b"nome=Jos%C3%A9", "; charset=utf-8", "José"),
+            (b"nome=Jos\xc3\xa9", "; charset=windows-9999", "José"),
+            (b"nome=Jos%E9", "; charset=utf-8", "José"),
+            (b"nome=%81%E9", "", "\ufffdé"),
+            (b"nome=%E9", "; charset=idna", "é"),
+            (b"nome=a-%E9", "; charset=punycode", "a-é"),
+        ):
+            kind = "application/x-www-form-urlencoded" + charset
+            self.send(body, CONTENT_TYPE=kind)
+            [item] = self.claim("?formato=n8n")
+            self.assertEqual({"nome": value}, item["body"], (body, charset))
 
     def test_a_form_is_kept_as_its_raw_text(self):
         self.send(b"a=1&b=%C3%A9", CONTENT_TYPE="application/x-www-form-urlencoded")
@@ -5338,7 +5552,7 @@ class PushTest(DeliveryCase):
         )
         self.assertEqual("1", headers["X-Buffer-Id"])
         self.assertEqual("1", headers["X-Buffer-Tentativa"])
-        self.assertEqual("1", headers["Idempotency-Key"])
+        self.assertEqual(f"{self.store.file_id}-1", headers["Idempotency-Key"])
 
     def test_what_is_not_the_senders_to_say_is_left_out(self):
         *_, headers, _ = self.deliver_one(
@@ -5353,7 +5567,19 @@ class PushTest(DeliveryCase):
         for name in ("Cookie", "Connection", "Accept-Encoding", "X-Token"):
             self.assertNotIn(name, headers)
         self.assertEqual(["1"], headers.get_all("X-Buffer-Id"))
-        self.assertEqual(["1"], headers.get_all("Idempotency-Key"))
+        key = f"{self.store.file_id}-1"
+        self.assertEqual([key], headers.get_all("Idempotency-Key"))
+
+    def test_what_we_say_of_a_message_no_sender_can_say(self):
+        target = self.answers()
+        self.open(FORWARD_URL=target.url, SECRET_LOJA="s", SIGN_LOJA="X-T - -")
+        forged = {"HTTP_X_BUFFER_FONTE": "loja", "HTTP_X_BUFFER_OTHER": "x"}
+        self.send(**forged)
+        self.send(b"{}", "/webhook/loja", HTTP_X_T="s", **forged)
+        self.flow()
+        for (*_, headers, _), source in zip(target.requests, ("", "loja")):
+            self.assertEqual([source], headers.get_all("X-Buffer-Fonte"))
+            self.assertNotIn("X-Buffer-Other", headers)
 
     def test_bytes_are_bytes(self):
         *_, body = self.deliver_one(bytes(range(256)))
@@ -5418,9 +5644,12 @@ class PushTest(DeliveryCase):
         self.send(b'{"id":"evt_1"}', "/webhook/loja", HTTP_X_T="s")
         self.send('{"id":"é\\n 7"}'.encode())
         self.send(b'{"id":3}')
+        self.send(b'{"id":"a%20b"}')
+        self.send(b'{"id":"a b"}')
         self.flow()
         keys = [headers["Idempotency-Key"] for _, _, headers, _ in target.requests]
-        self.assertEqual(["loja:evt_1", ":%C3%A9%0A%207", ":3"], keys)
+        expected = ["loja:evt_1", ":%C3%A9%0A%207", ":3", ":a%2520b", ":a%20b"]
+        self.assertEqual(expected, keys)
 
     def test_a_connection_is_used_again(self):
         target = self.answers()
@@ -5516,6 +5745,17 @@ class PushTest(DeliveryCase):
         self.assertEqual([b"outra/b", b"c"], others.bodies())
         self.assertEqual("/a", theirs.requests[0][1])
 
+    def test_so_can_one_that_has_a_name_only(self):
+        theirs, others = self.answers(), self.answers()
+        self.open(FORWARD_URL=others.url, FORWARD_LOJA=theirs.url + "/x")
+        for name in ("loja/a", "outra/b"):
+            self.send(name.encode(), f"/webhook/{name}")
+        self.flow()
+        [(_, path, headers, body)] = theirs.requests
+        self.assertEqual(("/x/a", b"loja/a"), (path, body))
+        self.assertEqual("loja", headers["X-Buffer-Fonte"])
+        self.assertEqual([b"outra/b"], others.bodies())
+
     def test_with_a_place_for_one_source_only_the_others_wait(self):
         target = self.answers()
         self.open(FORWARD_LOJA=target.url, SECRET_LOJA="s", SIGN_LOJA="X-T - -")
@@ -5575,6 +5815,155 @@ class PushTest(DeliveryCase):
         self.assertIn("fila_plain", names())
         buffer.open_delivery(buffer.Settings.read({"TOKEN": TOKEN}), self.store)
         self.assertNotIn("fila_plain", names())
+
+
+class AsItCameTest(DeliveryCase):
+    """Path and query, from the head of a request to the target."""
+
+    def arrive(self, target, fields=(), token=TOKEN):
+        incoming = buffer.Incoming(self.app, "127.0.0.1")
+        incoming.received(http_post(b"{}", fields, target, token))
+        self.assertEqual(200, self.app.respond(incoming.environ).code, target)
+
+    def passed_on(self, target, forward="/base", **settings):
+        """The target of the one request that comes of it."""
+        self.setUp()
+        place = self.answers()
+        self.open(FORWARD_URL=place.url + forward, **settings)
+        self.arrive(target)
+        self.flow()
+        return place.requests[0][1]
+
+    def test_path_and_query_are_passed_on_byte_for_byte(self):
+        for sent in (
+            "/a%2Fb/%E9?b=2&a=1&b=3&uploads&sig=%E9%FF",
+            "/loja/",
+            "/a//b/",
+            "/a%2fb%2Fc",
+            "/x;v=1/(~!$'*,=:@)/%7e",
+            "/50%/%zz/%",
+            "?uploads",
+            "?a=1&&b=&=c&d=%26+%20&e=;f",
+            "?a=http://x/?y[]=1",
+            "/...x/.git/a..b/..c",
+        ):
+            self.assertEqual("/base" + sent, self.passed_on("/webhook" + sent))
+
+    def test_what_may_not_stand_in_a_target_is_escaped(self):
+        self.assertEqual(
+            "/base/caf%C3%A9?q=%C3%A9", self.passed_on("/webhook/café?q=é")
+        )
+
+    def test_the_absolute_form_and_a_fragment(self):
+        for sent in (
+            "http://h:1/webhook/a%2Fb?c",
+            "//webhook//a%2Fb?c",
+            "/%77ebhook/a%2Fb?c",
+        ):
+            self.assertEqual("/base/a%2Fb?c", self.passed_on(sent), sent)
+        self.assertEqual("/base/a", self.passed_on("/webhook/a#b/c"))
+
+    def test_the_token_is_left_out_wherever_it_stands(self):
+        for sent, expected in (
+            (f"?token={TOKEN}", ""),
+            (f"?a&token={TOKEN}&b=", "?a&b="),
+            (f"?%74oken={TOKEN}&a=%E9", "?a=%E9"),
+            (f"?a&TOKEN={TOKEN}", "?a"),
+            (f"/x?token={TOKEN}/messages-upsert", "/x/messages-upsert"),
+            (f"/x/?token={TOKEN}/a%3Fb&c", "/x/a%3Fb?c"),
+        ):
+            with self.subTest(sent):
+                self.setUp()
+                place = self.answers()
+                self.open(FORWARD_URL=place.url + "/base")
+                data = http_post(b"{}", (), "/webhook" + sent)
+                if "?token" in sent:
+                    data = data.replace(f"X-Token: {TOKEN}\r\n".encode(), b"")
+                incoming = buffer.Incoming(self.app, "127.0.0.1")
+                incoming.received(data)
+                self.assertEqual(200, self.app.respond(incoming.environ).code)
+                self.flow()
+                self.assertEqual("/base" + expected, place.requests[0][1])
+
+    def test_no_segment_leads_out_of_the_targets_path(self):
+        for sent, expected in (
+            ("/../x", "/x"),
+            ("/%2e%2E/.%2e/./x", "/x"),
+            ("/a/..;v=1/x", "/a/x"),
+            ("/a/..%3bv/x", "/a/x"),
+            ("/..%2F..%2fadmin/x", "/x"),
+            ("/a%2F..%2Fb/x", "/x"),
+            ("/..%5C..%5cx/y", "/y"),
+            ("/..\\x/y", "/y"),
+            ("/%c0%ae%c0%ae/..%c0%afx/y", "/y"),
+            ("/..%00/..%20/y", "/y"),
+            ("/..//x", "/x"),
+            ("//x", "/x"),
+            ("/..", ""),
+        ):
+            self.assertEqual(
+                "/base" + expected, self.passed_on("/webhook" + sent), sent
+            )
+        self.assertEqual("/x", self.passed_on("/webhook//..//x", ""))
+
+    def test_a_name_in_the_targets_own_query_is_not_the_senders_to_say(self):
+        for sent in (
+            *(
+                "mode=evil",
+                "%6Dode=evil",
+                "MODE=evil",
+                "mode",
+                "mode[]=evil",
+                "mode[x]=evil",
+            ),
+            *("+mode=evil", "mode%00x=evil", "x;mode=evil", "a.b=evil", "a+b=evil"),
+        ):
+            found = self.passed_on(f"/webhook?c&{sent}&d=%E9", "/x?mode=safe&a_b=1")
+            self.assertEqual("/x?mode=safe&a_b=1&c&d=%E9", found, sent)
+        self.assertEqual("/x?mode=safe", self.passed_on("/webhook", "/x?mode=safe"))
+
+    def test_consumers_see_names_and_values(self):
+        self.arrive("/webhook/a%2Fb/%C3%A9/?b=2&a=1&b=3&uploads&sig=%FF&c=x+y")
+        self.arrive("/webhook/%2F/?")
+        item, bare = self.claim()
+        self.assertEqual("a/b/é", item["caminho"])
+        expected = {
+            "b": ["2", "3"],
+            "a": "1",
+            "uploads": "",
+            "sig": "\ufffd",
+            "c": "x y",
+        }
+        self.assertEqual(expected, item["query"])
+        self.assertEqual(list(expected), list(item["query"]))
+        self.assertFalse({"caminho", "query"} & bare.keys())
+        [found] = json.loads(self.call("GET", "/fila?busca=b/É")[1])["mensagens"]
+        self.assertEqual(1, found["id"])
+
+    def test_below_a_source_what_follows_its_name(self):
+        self.open(SECRET_LOJA="s", SIGN_LOJA="X-T - -")
+        for sent, kept in (
+            ("loja/a%2Fb/", "a%2Fb/"),
+            ("LO%4aA//a%2Fb", "a%2Fb"),
+            ("loja%2Fa%2Fb", "a%2Fb"),
+            ("loja/", None),
+            ("loja", None),
+        ):
+            self.arrive(f"/webhook/{sent}", ["X-T: s"])
+            self.assertEqual(kept, self.rows()[-1]["path"], sent)
+
+    def test_where_the_server_tells_no_target_or_another_one(self):
+        for uri in (
+            {},
+            {"REQUEST_URI": "/app/else?x"},
+            {"RAW_URI": "/webhook/%61/b%3Fc%E9"},
+        ):
+            path = {"PATH_INFO": "/webhook/a/b?c\xe9", **uri}
+            self.call("POST", "/?d=\xe9 &e", b"{}", **path)
+            row = self.rows()[-1]
+            came = "%61" if "RAW_URI" in uri else "a"
+            self.assertEqual(f"{came}/b%3Fc%E9", row["path"])
+            self.assertEqual("d=%C3%A9%20&e", row["query"])
 
 
 def self_signed(folder):
@@ -6173,8 +6562,11 @@ class DeliverySettingsTest(SettingsTest):
             with self.assertRaisesRegex(buffer.StartError, "but not FORWARD_URL"):
                 buffer.open_delivery(settings, None)
 
-    def test_a_source_of_its_own_is_one_that_signs(self):
-        self.assertIn("SECRET_LOJA", self.refused(FORWARD_LOJA="http://x/"))
+    def test_a_source_without_a_secret_has_a_name_only(self):
+        [(name, source)] = self.read(FORWARD_LOJA="http://x/").sources
+        self.assertEqual(
+            ("LOJA", None, "http://x/"), (name, source.secret, source.forward)
+        )
 
     def test_amqp_without_pika(self):
         settings = self.read(FORWARD_URL="amqp://x/?routing_key=q")
@@ -6444,16 +6836,17 @@ class RelayTest(BrokerCase):
         first, second, third = self.got(name)
         self.assertEqual(("loja.a.b", body), (first[0], first[2]))
         what = first[1]
-        self.assertEqual(("evt_1", "a/b"), (what.message_id, what.type))
+        self.assertEqual(("loja:evt_1", "a/b"), (what.message_id, what.type))
         self.assertEqual((self.clock.now, 2), (what.timestamp, what.delivery_mode))
         self.assertEqual("text/x", what.content_type)
         self.assertEqual("p", what.headers["x-event"])
         self.assertEqual(1, what.headers["x-buffer-id"])
+        self.assertEqual("x=1", what.headers["x-buffer-query"])
         self.assertNotIn("x-token", what.headers)
         self.assertEqual(("webhook", b"\xff\0"), (second[0], second[2]))
-        self.assertEqual("2", second[1].message_id)
+        self.assertEqual(f"{self.store.file_id}-2", second[1].message_id)
         self.assertEqual("loja", third[0])
-        digest = hashlib.sha256(event.encode()).hexdigest()
+        digest = hashlib.sha256(f"loja:{event}".encode()).hexdigest()
         self.assertEqual(f"sha256:{digest}", third[1].message_id)
 
     def test_many_are_on_their_way_at_once(self):
@@ -6677,10 +7070,11 @@ def work(body, properties):
                 )
             )
             process.kill()
-        self.assertEqual(5, worked["bad 2"])
-        self.assertEqual((1, 1), (worked['{"id":7} 7'], worked['{"id":8} 8']))
+        bad = f"{self.store.file_id}-2"
+        self.assertEqual(5, worked[f"bad {bad}"])
+        self.assertEqual((1, 1), (worked['{"id":7} :7'], worked['{"id":8} :8']))
         [(_, properties, body)] = self.got("webhooks.dead")
-        self.assertEqual(("2", b"bad"), (properties.message_id, body))
+        self.assertEqual((bad, b"bad"), (properties.message_id, body))
         self.assertEqual("delivery_limit", properties.headers["x-first-death-reason"])
         self.assertEqual([], self.got("webhooks"))
 
@@ -6694,6 +7088,56 @@ def work(body, properties):
         self.turn()
         self.assertIsNone(self.target.breaker.since)
         self.assertTrue(self.target.up)
+
+
+class MessagePropertiesTest(SourceCase):
+    """What a consumer of the relay gets, without a broker."""
+
+    settings = (
+        *(("SECRET_A", "s"), ("SIGN_A", "X-T - $.id")),
+        *(("SECRET_B", "s"), ("SIGN_B", "X-T - $.id")),
+    )
+
+    def properties(self):
+        rows = self.store.pegar(500, 60, 1 << 30)
+        return [buffer.message_properties(row, self.store.file_id) for row in rows]
+
+    def test_messages_that_share_a_number_have_ids_of_their_own(self):
+        """Rows of one file, events of two sources, and rows of a file that is new."""
+        found = []
+        for _ in range(2):
+            for number in range(1, 6):
+                self.send()
+                for name in ("a", "b"):
+                    body = b'{"id":%d}' % number
+                    self.send(body, f"/webhook/{name}", HTTP_X_T="s")
+            found.append([what["message_id"] for what in self.properties()])
+            self.store.close()
+            (self.folder / "b.sqlite").unlink()
+            self.open()
+        self.assertEqual([15, 15], [len(set(ids)) for ids in found])
+        events = {f"{name}:{number}" for name in "ab" for number in range(1, 6)}
+        self.assertEqual(events, set(found[0]) & set(found[1]))
+
+    def test_it_carries_the_query_as_it_came(self):
+        self.send(url=f"/webhook/pay?data.id=999&type=%E9&token={TOKEN}")
+        self.send()
+        headers = [what["headers"] for what in self.properties()]
+        self.assertEqual("data.id=999&type=%E9", headers[0]["x-buffer-query"])
+        self.assertEqual("", headers[1]["x-buffer-query"])
+
+    def test_what_we_say_of_a_message_no_sender_can_say(self):
+        names = ("ID", "FONTE", "QUERY", "TENTATIVA", "OTHER")
+        self.send(**{f"HTTP_X_BUFFER_{name}": "forged" for name in names})
+        [what] = self.properties()
+        self.assertNotIn("forged", what["headers"].values())
+
+    def test_the_path_is_without_escapes(self):
+        raw = "/webhook/x%2Fy/%C3%A9/"
+        self.send(PATH_INFO="/webhook/x/y/\xc3\xa9/", REQUEST_URI=raw)
+        [row] = self.store.pegar(500, 60, 1 << 30)
+        self.assertEqual("k.x.y.é", buffer.routing_key("k.{caminho}", row))
+        self.assertEqual("x/y/é", buffer.message_properties(row, "f")["type"])
 
 
 class RelayErrorsTest(unittest.TestCase):
@@ -8690,10 +9134,8 @@ class HttpTest(Loop):
     def test_raw_utf8_in_the_target_is_kept(self):
         data = http_post(path="/webhook/josé?nome=josé")
         self.assertEqual(200, self.status(data))
-        [row] = self.rows()
-        self.assertEqual(
-            ("josé", {"nome": "josé"}), (row["path"], json.loads(row["query"]))
-        )
+        [item] = self.claim()
+        self.assertEqual(("josé", {"nome": "josé"}), (item["caminho"], item["query"]))
 
     def test_an_answer_to_head_has_no_body(self):
         answer = self.ask(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -10100,7 +10542,7 @@ class RelayProofTest(Proof):
             if method is None:
                 break
             found[properties.message_id] += 1
-        self.assertEqual({f"evt_{n}" for n in range(1, number + 1)}, set(found))
+        self.assertEqual({f"x:evt_{n}" for n in range(1, number + 1)}, set(found))
 
     def killed(self, service):
         service.stop(signal.SIGKILL)
