@@ -219,6 +219,11 @@ def attempts(text):
     return within(1, 1000, int(*matched("([0-9]{1,9})", text)))
 
 
+def switch(text):
+    """0 or 1"""
+    return int(*matched("([01])", text))
+
+
 def days(text):
     """a number of days from 0.001 to 36500, such as 7 or 0.5"""
     return within(0.001, 36500, float(*matched(r"([0-9]{1,5}(?:\.[0-9]+)?)", text)))
@@ -308,9 +313,10 @@ def workers(text):
 
 
 def target_url(text):
-    """what begins with http://, https:// or amqp://, as in http://n8n:5678/webhook/x"""
+    """one URL with http://, https:// or amqp://, such as http://n8n:5678/webhook/x"""
     if text:
-        matched(r"(https?|amqps?)://[!-~]+", text.replace("#", " "))
+        # a comma and another one is no list: each message goes to one place
+        matched(r"(https?|amqps?)://(?!.*,\w+://)[!-~]+", text.replace("#", " "))
         parts = urllib.parse.urlsplit(text)
         within(1, 65535, 1 if parts.port is None else parts.port)
         within(1, math.inf, len(parts.hostname or ""))
@@ -499,13 +505,16 @@ class Settings:
         "1", workers, "deliveries at the same time; with 1 the order is kept"
     )
     forward_timeout: int = setting(
-        "60", seconds, "seconds a target has to answer a delivery"
+        "300", seconds, "seconds a target has to answer a delivery"
     )
     forward_rate: int = setting(
         "0", count, "deliveries that are begun in a second, 0 for no limit"
     )
     forward_group: int = setting(
         "0", count, "delivers conversations after so many seconds of silence; 0 is off"
+    )
+    forward_serie: int = setting(
+        "0", switch, "1 delivers never two messages of one conversation at once"
     )
     forward_header: tuple = setting(
         None, header_value, "a header for the target", "FORWARD_HEADER_<NAME>"
@@ -714,6 +723,7 @@ NEW_COLUMNS = {
     "query": "TEXT",  # as it came, but for the token
     "headers": "TEXT",  # a JSON object, without credentials
     "reason": "TEXT",  # erro: why
+    "consumer": "TEXT",  # processando: who has it, where that has a name
     "tries": "TEXT",  # lines: second, what, who has it now or why it ended; see TOLD
 }
 
@@ -748,6 +758,8 @@ CREATE INDEX IF NOT EXISTS fila_delayed_source
  WHERE status = 'pendente' AND available_at IS NOT NULL AND source IS NOT NULL;
 CREATE INDEX IF NOT EXISTS fila_lease ON fila(lease_until, size, status)
  WHERE status = 'processando';
+CREATE INDEX IF NOT EXISTS fila_consumer ON fila(consumer, size, status)
+ WHERE status = 'processando' AND consumer IS NOT NULL;
 CREATE INDEX IF NOT EXISTS fila_settled ON fila(settled_at, size, status)
  WHERE status = 'processado';
 CREATE INDEX IF NOT EXISTS fila_reason ON fila(reason, id, size, source, status)
@@ -835,6 +847,15 @@ CREATE TABLE IF NOT EXISTS problemas (
     text  TEXT NOT NULL,
     PRIMARY KEY (kind, name)
 ) WITHOUT ROWID"""
+
+# What outlives a restart of each target, as JSON.
+TARGETS_TABLE = """
+CREATE TABLE IF NOT EXISTS destinos (
+    name  TEXT PRIMARY KEY,
+    facts TEXT NOT NULL
+) WITHOUT ROWID"""
+TARGETS = "SELECT name, facts FROM destinos"
+TARGET = "INSERT OR REPLACE INTO destinos VALUES (:name, :facts)"
 PROBLEMS = "SELECT kind, name, since, seen, text FROM problemas ORDER BY since, kind"
 PROBLEM = "INSERT INTO problemas VALUES (?, ?, ?, ?, ?)"
 
@@ -1163,6 +1184,14 @@ UPDATE fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))
 RETURNING status, reason"""
 
+HELD = """
+SELECT id, size
+  FROM fila INDEXED BY fila_consumer
+ WHERE consumer = :consumer
+   AND status = 'processando'
+ ORDER BY id
+ LIMIT :limit"""
+
 DELAYS_OVER = """
 SELECT id, size
   FROM fila INDEXED BY fila_queue
@@ -1182,6 +1211,7 @@ SELECT id, size, lost, attempts
  WHERE status = 'pendente'
    AND available_at IS NULL
    AND attempts < :most
+   AND id > :after
  ORDER BY id
  LIMIT :limit"""
 
@@ -1204,6 +1234,7 @@ UPDATE fila NOT INDEXED
        locked_at = :now,
        lease_until = :until,
        attempts = attempts + 1,
+       consumer = :consumer,
        lost = -:claim
  WHERE id IN (SELECT value FROM json_each(:ids))
 RETURNING {ITEM}"""
@@ -1439,7 +1470,7 @@ SELECT reason, count(*) AS count, max(id) AS until
 MOTIVO = MOTIVOS.replace("GROUP", "  AND reason IS nullif(:reason, '')\n GROUP")
 
 LOOK = f"""
-SELECT {ITEM}, tries, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
+SELECT {ITEM}, tries, consumer, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
        lease_until, available_at, settled_at
   FROM fila
  WHERE id = :id"""
@@ -1752,6 +1783,7 @@ class Store:
                 self._run(statement)
             self._run(MINUTES_TABLE)
             self._run(PROBLEMS_TABLE)
+            self._run(TARGETS_TABLE)
             self._run(FILE_ID_TABLE)
             self._run(NEW_FILE_ID, id=secrets.token_hex(8))
             [[self.file_id]] = self._run(FILE_ID)
@@ -1918,24 +1950,38 @@ class Store:
             self._log.append(("recebidas" if is_new else "duplicadas", source or ""))
             return is_new
 
-    def pegar(self, limit, lease, max_bytes, source=None, in_work=None, without=()):
+    def pegar(
+        self,
+        limit,
+        lease,
+        max_bytes,
+        source=None,
+        in_work=None,
+        without=(),
+        consumer=None,
+        after=0,
+        fresh=False,
+    ):
         """Leases up to `limit` messages, the oldest first, for `lease` seconds.
 
         Returns their rows. A message with which the batch would pass `max_bytes` of
         payload stays for the next claim, which it opens whatever its size. `source`
-        takes only that source's, `without` leaves some out, and `in_work` takes no more
-        than that so many are leased in all.
+        takes only that source's, `without` leaves some out, `in_work` takes no more than
+        that so many are leased in all, `after` begins behind an id, and `fresh` takes what
+        was never given out. `consumer` is who claims: see lost().
         """
         with self.transaction() as now:
             self._fall_due(now, source)
             if in_work is not None:
                 [[busy]] = self._run(IN_WORK, now=now, limit=in_work)
                 limit = min(limit, in_work - busy)
-            rows = self._due(source, without, limit=2 * limit, most=self.most)
+            most = 1 if fresh else self.most
+            where = {"limit": 2 * limit, "most": most, "after": after}
+            rows = self._due(source, without, **where)
             if limit <= 0 or not rows:
                 return []
             ids = fitting(*without_poison(rows, limit, self.most), max_bytes)
-            return self._lease(ids, lease, now, claim=len(ids))
+            return self._lease(ids, lease, now, len(ids), consumer)
 
     def _due(self, source, without, **where):
         if not without:
@@ -1966,6 +2012,7 @@ class Store:
         in_work=None,
         single=False,
         without=(),
+        consumer=None,
     ):
         """Leases the messages of up to `limit` conversations, the longest waiting first.
 
@@ -1993,7 +2040,7 @@ class Store:
             each = 1 if single or last else self.MANY  # the last time it is alone
             chosen = self._whole(rows, limit, max_bytes, each)
             ids = [id_ for _, _, ids in chosen for id_ in ids]
-            rows = self._lease(ids, lease, now, claim=len(chosen))
+            rows = self._lease(ids, lease, now, len(chosen), consumer)
             rows = {row["id"]: row for row in rows}
         found = [
             (source, key, [rows[n] for n in ids if n in rows])
@@ -2046,10 +2093,10 @@ class Store:
         if delayed:
             self._run(DELAY_ENDED, ids=json.dumps(fitting(delayed, *self.BITE)))
 
-    def _lease(self, ids, lease, now, claim):
+    def _lease(self, ids, lease, now, claim, consumer):
         until = utc(math.ceil(self.clock() + lease))
         values = {"ids": json.dumps(ids), "now": now, "until": until, "claim": claim}
-        values["told"] = self._line("pegar")
+        values.update(told=self._line("pegar", consumer), consumer=consumer)
         try:
             with self.transaction():
                 rows = self._run(PEGAR, **values)
@@ -2103,14 +2150,23 @@ class Store:
         """Ends leases that ran out, the oldest first: back to the queue, or to erro when
         the attempts are used up. How many there were, up to BITE."""
         with self.transaction() as now:
-            rows = self._run(LEASES_OVER, now=now, limit=self.BITE[0])
-            values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
-            values["told"] = self._line("prazo")
-            ended = self._run(LEASE_ENDED, now=now, **values)
-            self._log += [("vencidas", "")] * len(ended)
-            self._count_used_up(row["status"] for row in ended)
-            self._count_dead(ended)
-            return len(ended)
+            return self._end(LEASES_OVER, "prazo", now=now)
+
+    def lost(self, consumer):
+        """Ends what a consumer holds: one that claims again, or starts again, has lost
+        what it had not settled. How many there were, up to BITE."""
+        with self.transaction():
+            return self._end(HELD, "perdida", consumer=consumer)
+
+    def _end(self, sql, why, **where):
+        rows = self._run(sql, limit=self.BITE[0], **where)
+        values = {"ids": json.dumps(fitting(rows, *self.BITE)), "most": self.most}
+        values["told"] = self._line(why)
+        ended = self._run(LEASE_ENDED, now=self._now, **values)
+        self._log += [("vencidas", "")] * len(ended)
+        self._count_used_up(row["status"] for row in ended)
+        self._count_dead(ended)
+        return len(ended)
 
     def _count_used_up(self, statuses):
         self._log += [("esgotadas", "")] * list(statuses).count("erro")
@@ -2430,6 +2486,27 @@ class Store:
         now = int(self.clock() // 60) // step
         steps = range(now - ROOMS[step] + 1, now + 1)
         return [[60 * step * at, *found.get(at, (0, 0, 0))] for at in steps]
+
+    def targets(self):
+        """{name: what keep_target() was given last}"""
+        return {name: json.loads(facts) for name, facts in self._run(TARGETS)}
+
+    def keep_target(self, name, facts):
+        self._run(TARGET, name=name, facts=json.dumps(facts))
+
+    def waiting(self, source=None, without=()):
+        """(how many messages wait, seconds since the first came or None) of one source, or
+        of all but some. The age is of them all where a source is left out."""
+        count = sum(
+            n
+            for name, label, n in self._run(COUNTED)
+            if name == "pendente" and label not in without and source in (None, label)
+        )
+        first = self.list(["pendente"], limit=1, source=source) if count else ()
+        for row in self.look([row["id"] for row in first], whole=False):
+            came = datetime.datetime.fromisoformat(f"{row['created_at']}+00:00")
+            return count, max(0, int(self.clock() - came.timestamp()))
+        return count, None
 
     def problems(self):
         """Rows (kind, name, since, seen, text) of what was wrong when write_problems()
@@ -5318,6 +5395,8 @@ def looked_json(row):
     more["motivo"] = row["reason"] and quote_json(row["reason"])
     more["tamanho"] = str(row["size"])
     more["reservado_ate"] = moment(row["lease_until"])
+    if row["status"] == "processando":
+        more["consumidor"] = row["consumer"] and quote_json(row["consumer"])
     more["disponivel_em"] = moment(row["available_at"])
     more["resolvido_em"] = moment(row["settled_at"])
     more["historico"] = history_json(row["tries"])
@@ -5383,6 +5462,7 @@ ROUTES = (
     ("/fila/quantas", "GET", "count", CONSUMER),
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
+    ("/entrega/{act}", "POST", "entrega", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
     ("/painel", "GET", "painel", ANYBODY),
     ("/painel/dados", "GET", "painel_dados", CONSUMER),
@@ -5578,6 +5658,9 @@ class App:
         event_id = None if "-" in words else find_id(words, request)
         if source and event_id and not source.signs_id:
             event_id = self.store.own_id(name, event_id, request.content)
+        if self.delivery and request.header("X-Buffer-De") == self.store.file_id:
+            self.trouble("loop", "FORWARD_URL leads back to this buffer.py")
+            raise Refusal(508, "a entrega volta para cá", reason="loop")
         is_new = self.store.webhook(
             request.content,
             is_utf8(request.content),
@@ -5619,12 +5702,15 @@ class App:
         how = {
             "source": request.source_name(),
             "in_work": request.number("max", 0, 10**9, default=None),
+            "consumer": self.consumer(request),
             **self.grouping(request),
         }
         by_time = how.get("quiet", 0) > 0  # no new message makes a conversation quiet
         wait_for = tuple(how.items())
         waits = {"wait": wait, "wait_for": wait_for, "by_time": by_time}
         nothing = Reply.json(b"[]", headers=PRIVATE, **waits)
+        if how["consumer"] and when != "now":  # what it had not settled comes first
+            self.store.lost(how["consumer"])
         if wait and when == "later":
             return nothing
         shown = item_n8n if request.word("formato") == "n8n" else item_json
@@ -5681,6 +5767,13 @@ class App:
             else:
                 parts += items.values()
         return b"[%s]" % b",".join(parts) if parts else None
+
+    def consumer(self, request):
+        """`consumidor`, who claims; None for somebody without a name."""
+        name = request.word("consumidor")
+        if name is not None and not 0 < len(name) <= 100:
+            raise Refusal(400, "consumidor deve ter de 1 a 100 caracteres")
+        return name
 
     def grouping(self, request):
         """What `agrupar` and `serie` mean to the store; {} for plain messages.
@@ -5985,6 +6078,25 @@ class App:
     def delete_many(self, request):
         return self.settle_all(request, "apagar", ("pendente", "processado", "erro"))
 
+    def entrega(self, request):
+        """Pauses a target, lets it go on, or tries it now; all without `destino`."""
+        act, name = request.params["act"], request.word("destino")
+        if act not in ("pausar", "retomar", "tentar") or not self.delivery:
+            raise Refusal(404, "página não encontrada")
+        try:
+            targets = self.delivery.named(name)
+        except LookupError:
+            raise Refusal(404, "destino não encontrado") from None
+        for target in targets:
+            if act == "tentar":
+                target.try_now()
+            else:
+                target.pause(act == "pausar")
+                self.store.keep_target(target.name, target.facts())
+            self.noted(request, "%s %s", act, target.name)
+        self.delivery.wake()
+        return self.OK
+
     def health(self, request):
         if self.pressure.cause:
             raise too_full(self.pressure.cause)
@@ -6235,8 +6347,9 @@ def is_trusted(address, trusted):
 class Result(typing.NamedTuple):
     """How a try to deliver ended; `outcome` is what is counted, `reason` why it failed.
 
-    `delay` is what the target asked for, in seconds. `down` says that the target as a
-    whole could not do it: UNREACHABLE, then it has not seen the message, or UNABLE.
+    `delay` is what the target asked for, in seconds. `down` says that it was for the
+    target's sake: AWAY, then nobody has seen the message; UNABLE, where a gateway or a
+    broker says so, perhaps because of this message; LIMITED by a rate of the target's.
     """
 
     outcome: str
@@ -6245,7 +6358,7 @@ class Result(typing.NamedTuple):
     down: str = None
 
 
-UNREACHABLE, UNABLE = "unreachable", "unable"
+AWAY, UNABLE, LIMITED = "away", "unable", "limited"
 
 
 class Parcel:
@@ -6270,56 +6383,95 @@ class Parcel:
 
 
 class Breaker:
-    """A circuit breaker: while a target is down, one message goes on being tried.
+    """How a target is, and what a failure costs:
 
-    The others wait and keep their attempts. What is tried is the oldest message, at
-    growing distances. Where a gateway answers for the target (502 to 504), it could be
-    the message itself that brings the target down: after PROBES tries it steps aside
-    for the next one, and each time it is the first to fail costs it an attempt.
+    state     comes with                         may start       a failure costs the message
+    fluindo   a success                          all             an attempt, and its backoff
+    limitado  429                                none until the  nothing
+                                                 time asked for
+    parado    no connection, an n8n that starts  none until the  -
+              or has no such workflow; 502 to    next try: 1 to
+              504, 520 to 527, 530; IN_A_ROW     10 s
+              different messages without success
+    sondando  that time                          one message     nothing where it was not
+                                                                 seen, then it is the next
+                                                                 again; else an attempt, and
+                                                                 the one behind it is next
+    pausado   a person                           none            as above
+
+    A success ends all but the pause. Where a gateway answers, the first message has PROBES
+    tries for one attempt, or a restart would shuffle the queue. What was under way when
+    trouble began is no try.
     """
 
-    FIRST, LAST, PROBES = 1, 30, 5  # seconds between two tries, tries of one message
+    FIRST, LAST, PROBES = 1, 10, 5  # seconds between two tries, tries of one message
+    IN_A_ROW = 5
     TOLD = 2  # failures in a row; some gateways have moments
 
     def __init__(self, name, clock):
         self.name, self.clock = name, clock
         self.told = Repeats(logging.WARNING, clock)
-        self.since = None  # when the target went down; None while it is up
-        self.until = -math.inf  # when it is tried again
-        self._failures, self._probe, self._probes = 0, None, 0
+        self.since = None  # when the trouble began; None while there is none
+        self.until = -math.inf  # nothing starts before
+        self.after = 0  # the id behind which the next try goes on
+        self.paused = False
+        self.changed = True  # since it was written down
+        self._tries = self._probes = 0
+        self._reason = None  # the last that was told
+        self._row = set()  # ids of messages that have failed since a success
 
     def passed(self):
-        if self._failures >= self.TOLD:
+        if self._tries >= self.TOLD:
             spent = self.clock() - self.since
             self.told("back", "%s is back after %.0f seconds", self.name, spent)
-        self.since, self.until = None, -math.inf
-        self._failures = self._probes = 0
+        self.changed = self.changed or self.since is not None
+        self.since = self._reason = None
+        self._tries = self._probes = self.after = 0
+        self._row.clear()
 
-    def failed(self, reason, delay=None):
-        """Opens it, or waits longer until the next try; `delay` is the least. Whether
-        that was the first failure or one of a try: others were under way before."""
+    def open(self, reason, delay=None):
+        """Begins trouble, or waits longer until the next try; `delay` is the least."""
         now = self.clock()
-        if now < self.until:
-            return False
-        self.since = now if self.since is None else self.since
-        wait = min(self.LAST, self.FIRST << min(self._failures, 10))
+        if self.since is None:
+            self.since, self.changed = now, True
+        wait = min(self.LAST, self.FIRST << min(self._tries, 10))
         self.until = now + max(wait, delay or 0)
-        self._failures += 1
-        if self._failures == self.TOLD:
-            line = "%s is down, one message is tried: %s"
+        self._tries += 1
+        if self._tries >= self.TOLD and reason != self._reason:
+            line = "%s is in trouble, one message is tried: %s"
             self.told("down", line, self.name, reason)
-        return True
+            self._reason = reason
 
-    def verdict(self, id_, result):
-        """(delay, whether the attempt is spared) of a message that found it down."""
-        first, unreachable = self.since is None, result.down == UNREACHABLE
-        # what it answers is not for the log: it may quote the message, or what we sent
-        shown = result.reason if unreachable else result.outcome
-        if not self.failed(shown, result.delay) or unreachable:
+    def failed(self, id_, attempts, result, shown):
+        """(delay, whether the attempt is spared) of a message that was not delivered."""
+        now = self.clock()
+        if result.down == LIMITED:
+            self.until = max(self.until, now + max(1, result.delay or 0))
             return 0, True
-        self._probes = self._probes + 1 if id_ == self._probe else 1
-        self._probe = id_
-        return (None if self._probes > self.PROBES else 0), not first
+        self._row.add(id_)
+        if self.since is None and not result.down and len(self._row) < self.IN_A_ROW:
+            return result.delay, False
+        if now < self.until:
+            return (0, True) if result.down else (result.delay, False)
+        begins = self.since is None
+        self.open(shown, result.delay)
+        if result.down == AWAY:
+            self.after = self._probes = 0
+            return 0, True
+        self._probes += 1
+        if result.down and self._probes <= self.PROBES and attempts <= 2:
+            return 0, not begins
+        if not self.after:  # the others shall not wait long for one that is to blame
+            self._tries, self.until, self._probes = 1, now + self.FIRST, self.PROBES
+        self.after = id_
+        return result.delay, False
+
+    def state(self, flying):
+        if self.paused:
+            return "pausado"
+        if self.since is not None:
+            return "sondando" if flying else "parado"
+        return "limitado" if self.clock() < self.until else "fluindo"
 
 
 class Target:
@@ -6330,7 +6482,9 @@ class Target:
 
     BYTES = 16 << 20  # of messages on their way at the same time
     BITE = 100  # messages of one claim, for which senders wait
-    SILENT = "timeout", "interrompida"
+    lease = 30  # seconds; it is extended while a message is on its way
+    RECENT, PART = 300, 10  # seconds of which attempts are told, in parts
+    KEPT = 60  # seconds between two facts that are written down while nothing changes
     at_once = 1  # messages on their way at the same time
 
     def __init__(self, name, url, source, settings, delivery):
@@ -6342,22 +6496,24 @@ class Target:
         self.group = settings.forward_group
         self.where = f"{name} ({url.netloc.rpartition('@')[2]})"
         self.breaker = Breaker(self.where, self.clock)
+        self.series = settings.forward_serie
         self.flying, self.weight = {}, 0  # parcel: when to extend its lease; bytes
         self.outcomes = collections.Counter()
+        self.recent = collections.deque()  # [part of time, attempts, failures]
+        self.allowed = 1e9  # at once, after a 429; it grows with each success
+        self.wall = delivery.store.clock
+        self.state_since = {}  # {state: since when, seconds since the epoch}, one of them
+        self.success = self.error = self.error_at = None  # the last, and its text
+        self.written = -math.inf
         self.claimed, self.last = [], -math.inf  # of the last claim, and when it was
         self.hungry, self.more = True, False  # it may find something; at once even
         self._next = -math.inf  # when the next may start
-
-    @property
-    def lease(self):
-        """Longer than a delivery can take, with the time to look a name up."""
-        return self.timeout + 120
 
     def room(self, now):
         """(how many messages, how many bytes) may be started now."""
         if now < self.opens():
             return 0, 0
-        limit = self.at_once - len(self.flying)
+        limit = min(self.at_once, int(self.allowed)) - len(self.flying)
         if self.rate:  # some at once where the clock of the loop is too coarse
             limit = min(limit, max(1, self.rate // 100))
         if self.breaker.since is not None:
@@ -6367,8 +6523,9 @@ class Target:
 
     def opens(self):
         """Until when it waits, by the clock."""
-        down = self.breaker.since is not None
-        return max(self._next, self.breaker.until if down else -math.inf)
+        if self.breaker.paused:
+            return math.inf
+        return max(self._next, self.breaker.until)
 
     def next_claim(self, now):
         """When to claim again though nothing has happened by then."""
@@ -6397,15 +6554,30 @@ class Target:
         del self.flying[parcel]
         self.weight -= parcel.size
         self.outcomes[result.outcome] += 1
-        if self.breaker.since is not None and result.outcome in self.SILENT:
-            result = result._replace(down=UNABLE)  # that does not mean it is up again
-        if result.down:
-            return self.found_down(parcel, result)
-        self.breaker.passed()
-        return result.delay, False
+        self.note(result)
+        if result.reason is None:
+            self.breaker.passed()
+            self.allowed += 0.02
+            return None, False
+        if result.down == LIMITED:
+            self.allowed = 1
+        shown = result.reason if result.outcome in ("conexao", "iniciando") else None
+        # what it answers is not for the log: it may quote the message, or what we sent
+        shown = shown or what_of(result)
+        return self.breaker.failed(parcel.id, parcel.attempts, result, shown)
 
-    def found_down(self, parcel, result):
-        return self.breaker.verdict(parcel.id, result)
+    def note(self, result):
+        part, failed = int(self.clock() // self.PART), result.reason is not None
+        if not self.recent or self.recent[-1][0] != part:
+            self.recent.append([part, 0, 0])
+        if len(self.recent) > self.RECENT // self.PART + 1:
+            self.recent.popleft()
+        self.recent[-1][1] += 1
+        self.recent[-1][2] += failed
+        if failed:
+            self.error, self.error_at = result.reason[:200], int(self.wall())
+        else:
+            self.success = int(self.wall())
 
     def overdue(self, now):
         """Ids of messages whose leases should be extended, every second."""
@@ -6419,21 +6591,70 @@ class Target:
     def stop(self):
         """Nothing more will be started or is awaited."""
 
-    def state(self):
-        if self.breaker.since is None:
-            return "fluindo"
-        return "sondando" if self.flying else "parado"
+    def pause(self, paused):
+        self.breaker.paused, self.breaker.changed, self.hungry = paused, True, True
 
-    def report(self):
-        """What the page and the metrics show."""
-        down = self.breaker.since
+    def try_now(self):
+        self.breaker.until, self.hungry = -math.inf, True
+
+    def state(self):
+        return self.breaker.state(self.flying)
+
+    def since(self):
+        """Since when it is so, in seconds since the epoch; both states in which it is in
+        trouble are one."""
+        state = self.state()
+        kind = "parado" if state == "sondando" else state
+        if kind not in self.state_since:
+            self.state_since = {kind: int(self.wall())}
+        return self.state_since[kind]
+
+    def facts(self):
+        """What outlives a restart."""
+        since, state = self.since(), next(iter(self.state_since))
+        return {"paused": self.breaker.paused, "state": state, "since": since} | {
+            name: getattr(self, name) for name in ("success", "error", "error_at")
+        }
+
+    def recall(self, facts):
+        """Goes on as it was when facts() were written down."""
+        self.breaker.paused = bool(facts.get("paused"))
+        for name in ("success", "error", "error_at"):
+            setattr(self, name, facts.get(name))
+        since = facts.get("since") or int(self.wall())
+        self.state_since = {facts.get("state"): since}
+        if facts.get("state") == "parado":
+            self.breaker.since = self.clock() - (self.wall() - since)
+
+    def report(self, waiting):
+        """What the page and the metrics show; `waiting` is (how many messages, seconds
+        since the first of them came)."""
+        now, clock = self.wall(), self.clock()
+        since, first = self.since(), int(clock - self.RECENT) // self.PART
+        recent = [part for part in self.recent if part[0] > first]
+        until = max(self.breaker.until, self._next)
         return {
             "destino": self.name,
+            "endereco": self.url.netloc.rpartition("@")[2],
             "estado": self.state(),
+            "problema": self.breaker.since is not None,
+            "desde": max(0, round(now - since)),
             "em_voo": len(self.flying),
             "tentativas": dict(self.outcomes),
-            "desde": None if down is None else round(self.clock() - down),
+            "ultimo_sucesso": self.success and max(0, round(now - self.success)),
+            "ultimo_erro": self.error,
+            "ultimo_erro_ha": self.error_at and max(0, round(now - self.error_at)),
+            "tentativas_5min": sum(part[1] for part in recent),
+            "falhas_5min": sum(part[2] for part in recent),
+            "esperando": waiting[0],
+            "mais_antiga": waiting[1],
+            "proxima": math.ceil(until - clock) if until > clock else None,
         }
+
+
+def what_of(result):
+    """An outcome for the log: the status of an answer, without its text."""
+    return result.reason[:3] if result.outcome.endswith("xx") else result.outcome
 
 
 def idempotency_key(row, file_id):
@@ -6485,8 +6706,10 @@ class Push(Target):
         super().__init__(name, url, source, settings, delivery)
         self.at_once = settings.forward_concurrency
         self.fixed = {name.lower(): value for name, value in settings.forward_header}
+        self.file_id = delivery.store.file_id
         if url.username is not None:
             pair = urllib.parse.unquote(url.netloc.rpartition("@")[0]).encode()
+            pair += b"" if b":" in pair else b":"  # RFC 7617
             basic = base64.b64encode(pair).decode()
             self.fixed.setdefault("authorization", f"Basic {basic}")
         self.parcels = queue.SimpleQueue()
@@ -6534,9 +6757,10 @@ class Push(Target):
         headers["host"] = self.url.netloc.rpartition("@")[2]
         headers["content-length"] = str(len(body))
         headers["x-buffer-id"] = str(parcel.id)
+        headers["x-buffer-de"] = self.file_id
         headers["x-buffer-tentativa"] = str(parcel.attempts)
         headers["x-buffer-fonte"] = source_label(parcel.rows[0])
-        headers["idempotency-key"] = parcel.key(self.store.file_id)
+        headers["idempotency-key"] = parcel.key(self.file_id)
         return {**headers, **self.fixed}
 
 
@@ -6561,15 +6785,22 @@ class Lines(io.BufferedReader):
         return line
 
 
+class Unanswered(ConnectionError):
+    """The connection broke before anything of an answer came."""
+
+
 class Response(http.client.HTTPResponse):
     def __init__(self, *values, **options):
         super().__init__(*values, **options)
         self.fp = Lines(self.fp.detach())
 
     def _read_status(self):
-        """http.client knows of interim answers (RFC 9110 15.2) only 100, and would take
+        """Unanswered where nothing has come. http.client knows of interim answers (RFC 9110 15.2) only 100, and would take
         another one for the end: then what follows it answers the next message."""
-        version, status, reason = super()._read_status()
+        try:
+            version, status, reason = super()._read_status()
+        except ConnectionError as error:
+            raise Unanswered(*error.args) from error
         interim = 100 < status < 200
         return version, http.client.CONTINUE if interim else status, reason
 
@@ -6613,29 +6844,24 @@ class Courier(threading.Thread):
                 failure = self.connect()
                 if failure:
                     return failure
-            try:
-                answer = self.post(parcel)
-            except ConnectionError:  # it may have been closing as we wrote
-                if not reused or self.late:
-                    raise
-                failure = self.connect()
-                if failure:
-                    return failure
-                answer = self.post(parcel)
-            with answer:
+            with self.post(parcel) as answer:
                 text = self.read(answer)
             if self.late:  # one without a length seems to end where it is cut
                 raise TimeoutError
-            return result_of(answer, text)
+            own_path = not parcel.conversation and parcel.rows[0]["path"]
+            return result_of(answer, text, bool(own_path))
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.hang_up()
             if self.late or isinstance(error, TimeoutError):
                 reason = f"sem resposta em {self.target.timeout} s"
                 return Result("timeout", reason)
+            # the target may have closed it as we wrote: again at once, but it counts,
+            # since it may also have acted on it (RFC 9110 9.2.2)
+            again = 0 if reused and isinstance(error, Unanswered) else None
             # ours hold what was to be sent, with what is secret in FORWARD_URL
             ours = isinstance(error, (ValueError, http.client.InvalidURL))
             shown = safe_text(error) if ours else repr(error)[:500]
-            return Result("interrompida", f"resposta interrompida: {shown}")
+            return Result("interrompida", f"resposta interrompida: {shown}", again)
         finally:
             with self.lock:
                 self.until = math.inf
@@ -6667,7 +6893,7 @@ class Courier(threading.Thread):
             line.connect()
         except (OSError, UnicodeError) as error:
             line.close()
-            return Result("conexao", f"sem conexão: {error}", down=UNREACHABLE)
+            return Result("conexao", f"sem conexão: {error}", down=AWAY)
         line.sock.settimeout(timeout)
         line.response_class = Response
         with self.lock:
@@ -6687,10 +6913,12 @@ class Courier(threading.Thread):
             line.putheader(name, value)
         try:
             line.endheaders(body)
-        except ConnectionError:  # it may have said why: 413, and not 408 for idleness
+        except (
+            ConnectionError
+        ) as error:  # it may have said why: 413, not 408 for idleness
             answer = line.getresponse()
             if answer.status < 400 or answer.status == 408:
-                raise
+                raise Unanswered(*error.args) from error
             answer.will_close = True
             return answer
         return line.getresponse()
@@ -6708,9 +6936,15 @@ class Courier(threading.Thread):
         return text
 
 
-def result_of(answer, text):
-    """What an HTTP answer means for the message."""
+STARTING = b"n8n is starting up. Please wait"  # with 200: it migrates its database
+NO_WORKFLOW = b"is not registered", b"Cannot POST"  # n8n's 404, and while it starts
+
+
+def result_of(answer, text, has_own_path):
+    """What an HTTP answer means for the message, and for the target."""
     status, group = answer.status, f"{answer.status // 100}xx"
+    if status == 200 and text.strip() == STARTING:
+        return Result("iniciando", "200, mas o n8n ainda está iniciando", down=AWAY)
     if group == "2xx":
         return Result(group)
     reason = f"{status} {answer.reason}".strip()
@@ -6719,8 +6953,14 @@ def result_of(answer, text):
         reason += f" para {where}: redirecionamentos não são seguidos"
     if text:
         reason += ": " + text[:500].decode("utf-8", "replace").strip()
-    down = UNABLE if status in (502, 503, 504) else None
+    down = DOWN.get(status)
+    if status == 404 and not has_own_path and any(part in text for part in NO_WORKFLOW):
+        down = AWAY
     return Result(group, reason, retry_after(answer.headers.get("Retry-After")), down)
+
+
+# 520 to 530 are Cloudflare's; 429 is the target's limit, not the message's fault.
+DOWN = dict.fromkeys((502, 503, 504, *range(520, 528), 530), UNABLE) | {429: LIMITED}
 
 
 def retry_after(text, now=time.time):
@@ -6743,7 +6983,7 @@ class Relay(Target):
     what is put in while it is up is published, or comes back when the connection ends.
     """
 
-    at_once, lease = 1000, 60  # it is extended while the connection lives
+    at_once, lease = 1000, 60
     # With these AMQP closes for a cause that is the same for all messages: we have, an
     # operator has, no vhost, no right, no exchange, not allowed.
     FOR_ALL = 200, 320, 402, 403, 404, 530
@@ -6752,11 +6992,12 @@ class Relay(Target):
         super().__init__(name, url, source, settings, delivery)
         if self.group:
             raise StartError(f"{name} is amqp, which takes no FORWARD_GROUP", 2)
-        self.pika = import_pika(name)
+        self.pika, self.file_id = import_pika(name), delivery.store.file_id
         self.exchange, self.routing_key, self.parameters = self.parse(name, url)
         self.lock, self.stopped = threading.Lock(), threading.Event()
         self.connection = self.channel = None
         self.up = self.blocked = False
+        self.left = None  # as of the last look, see unsent()
         self.alone = False  # one message at a time, to find the one that is refused
         self.why = self.cause = None  # why the connection ended; why this side ended it
         self.heard = self.clock()  # when the broker has shown last that it confirms
@@ -6800,19 +7041,23 @@ class Relay(Target):
     def check(self, now):
         """A queue that has lost its leader may never confirm; a new channel may help."""
         waits = self.up and not self.blocked and self.flying
+        left = self.unsent()
+        if left != self.left:  # a slow upload is no silence
+            self.left, self.heard = left, now
         if waits and now - self.heard >= self.timeout:
             self.heard = now
             with self.lock, contextlib.suppress(Exception):  # it may be closing already
                 self.connection.ioloop.add_callback_threadsafe(self.give_up)
 
-    def state(self):
-        if self.blocked:
-            return "bloqueado"
-        connected = self.up and self.breaker.since is not None
-        return "sondando" if connected else super().state()
+    def unsent(self):
+        """Bytes that wait to leave for the broker."""
+        with contextlib.suppress(Exception):  # the connection may be ending
+            return self.connection._get_write_buffer_size()
 
-    def found_down(self, parcel, result):
-        return 0, True  # run() has told the breaker
+    def state(self):
+        connected = self.up and self.breaker.since is not None
+        state = self.breaker.state(self.flying or connected)
+        return "bloqueado" if self.blocked and state != "pausado" else state
 
     def stop(self):
         self.stopped.set()
@@ -6863,7 +7108,10 @@ class Relay(Target):
     def give_up(self):
         if self.connection.is_open:
             self.cause = TimeoutError(0, f"no confirm in {self.timeout} s")
+            log.warning("%s is left: no confirm in %d s", self.where, self.timeout)
             self.connection.close()
+            # a dead connection never says that it is closed
+            self.connection.ioloop.call_later(5, self.connection.ioloop.stop)
 
     def publish(self):
         if not self.unconfirmed:
@@ -6874,7 +7122,7 @@ class Relay(Target):
             try:
                 key = routing_key(self.routing_key, row)
                 what = self.pika.BasicProperties(
-                    **message_properties(row, self.store.file_id)
+                    **message_properties(row, self.file_id)
                 )
                 self.channel.basic_publish(
                     self.exchange, key, row["body"], what, mandatory=True
@@ -6901,9 +7149,12 @@ class Relay(Target):
             parcel = self.unconfirmed.pop(tag)
             why = self.returned.pop(parcel.id, None)
             if isinstance(method, self.pika.spec.Basic.Nack):
-                result = Result("nack", "recusada pelo broker (nack)")
+                result = Result("nack", "recusada pelo broker (nack)", down=UNABLE)
+            elif why:  # without an exchange of its own its queue is not there
+                down = None if self.exchange else UNABLE
+                result = Result("devolvida", why, down=down)
             else:
-                result = Result("devolvida", why) if why else Result("confirmada")
+                result = Result("confirmada")
             self.alone = False
             self.finish(parcel, result)
 
@@ -6928,7 +7179,7 @@ class Relay(Target):
             self.parcels.clear()
         error = self.cause or self.why
         if not self.stopped.is_set():
-            self.breaker.failed(self.said(error))
+            self.breaker.open(self.said(error))
         code = getattr(error, "reply_code", 200)
         by_message = bool(published) and code not in self.FOR_ALL
         if by_message and len(published) == 1:
@@ -6946,7 +7197,7 @@ class Relay(Target):
 
     def come_back(self, parcels, why="sem conexão"):
         for parcel in parcels:
-            self.finish(parcel, Result("conexao", why, down=UNREACHABLE))
+            self.finish(parcel, Result("conexao", why, down=AWAY))
 
 
 def import_pika(name):
@@ -7027,8 +7278,11 @@ class Delivery:
         ]
         places.append(("FORWARD_URL", settings.forward_url, None))
         keys = [settings.group_key, *(own.group_key for _, own in settings.sources)]
-        if settings.forward_group and not any(keys):
-            raise StartError("FORWARD_GROUP is set, but not GROUP_KEY", 2)
+        for name in ("forward_group", "forward_serie"):
+            if getattr(settings, name) and not any(keys):
+                raise StartError(f"{name.upper()} is set, but not GROUP_KEY", 2)
+        if settings.forward_group and settings.forward_serie:
+            raise StartError("FORWARD_GROUP or FORWARD_SERIE, not both", 2)
         self.targets = []
         for name, address, source in places:
             if address:
@@ -7039,6 +7293,11 @@ class Delivery:
             without = [target.source for target in self.targets[:-1]]
             self.targets[-1].without = without
         store.leave_out(any(target.without for target in self.targets))
+        known = store.targets()
+        for target in self.targets:
+            target.recall(known.get(target.name, {}))
+            while store.lost(target.name):  # nobody else can have had it
+                pass
 
     def wake(self):
         """Called by any thread after it has put something into `results`."""
@@ -7070,15 +7329,24 @@ class Delivery:
                 target.breaker.told.flush()
                 target.check(now)
                 self.store.estender(target.overdue(now), lease=target.lease)
+                self.keep(target, now)
             self.claim(target, now, crowded)
         self._changes = self.store.changes()
         self.until = min(target.next_claim(now) for target in self.targets)
+
+    def keep(self, target, now):
+        """Writes down what should outlive a restart: what changes at once, the rest once
+        a minute."""
+        late = target.recent and now - target.written >= target.KEPT
+        if target.breaker.changed or late:
+            self.store.keep_target(target.name, target.facts())
+            target.breaker.changed, target.written = False, now
 
     def settle(self):
         while self.results:
             target, parcel, result = self.results.popleft()
             delay, spared = target.land(parcel, result)
-            if target.group:  # others of the conversation may have waited for it
+            if target.group or target.series:  # others of it may have waited
                 target.hungry = True
             if result.reason is None:
                 self._done += parcel.ids
@@ -7102,9 +7370,9 @@ class Delivery:
 
     def tell(self, target, parcel, result):
         """Says once in a while that messages fail, but not what the target answers."""
-        what = result.outcome
-        if what.endswith("xx"):
-            what = result.reason[:3]  # the status
+        what = what_of(result)
+        if what == "timeout":
+            what += ", it may still be at work on it: raise FORWARD_TIMEOUT"
         line = "%s did not take message %d, its attempt %d: %s"
         kind = f"{target.name} {what}"
         self.refused(kind, line, target.where, parcel.id, parcel.attempts, what)
@@ -7117,15 +7385,32 @@ class Delivery:
         limit, target.last = 1 if crowded else min(room, target.BITE), now
         values = limit, target.lease, size
         where = {"source": target.source, "without": target.without}
-        if target.group:
+        where["consumer"] = target.name
+        if target.series:
+            found = self.store.pegar_conversas(*values, single=True, **where)
+            target.claimed = [Parcel(rows) for *_, rows in found]
+        elif target.group:
             where |= {"quiet": target.group, "longest": 6 * target.group}
             found = self.store.pegar_conversas(*values, **where)
             target.claimed = [Parcel(rows, tuple(who)) for *who, rows in found]
         else:
-            found = self.store.pegar(*values, **where)
+            found = self.next(target, values, where)
             target.claimed = [Parcel([row]) for row in found]
         target.hungry = bool(found)
         target.more = len(found) == limit < room
+
+    def next(self, target, values, where):
+        """The oldest; while it is tried what has not failed yet, then what is behind the
+        last try, so that those to blame stand in nobody's way."""
+        after, pegar = (
+            target.breaker.after,
+            functools.partial(self.store.pegar, *values),
+        )
+        if not after:
+            return pegar(**where)
+        return (
+            pegar(fresh=True, **where) or pegar(after=after, **where) or pegar(**where)
+        )
 
     def committed(self):
         """After the transaction: starts what it has claimed."""
@@ -7138,19 +7423,36 @@ class Delivery:
         """In place of committed(): what came back is settled again in the next turn."""
         for target in self.targets:
             target.claimed, target.hungry = [], True
+            target.breaker.changed = True
         self.until = math.inf  # the next look tries again: a full disk takes a while
 
     def stop(self):
         self.refused.flush(gap=0)
-        flying = sum(len(target.flying) for target in self.targets)
+        flying = [(t, id_) for t in self.targets for p in t.flying for id_ in p.ids]
         if flying:
-            log.warning("%d deliveries without an answer: they come again", flying)
+            line = "%d deliveries without an answer: they come first after the start"
+            log.warning(line, len(flying))
         self.loop_wake = lambda: None
+        with contextlib.suppress(sqlite3.Error), self.store.transaction():
+            ids = [id_ for _, id_ in flying]
+            self.store.devolver(ids, delay=0, spared=True)
+            for target in self.targets:
+                self.store.keep_target(target.name, target.facts())
         for target in self.targets:
             target.stop()
 
     def report(self):
-        return [target.report() for target in self.targets]
+        return [
+            target.report(self.store.waiting(target.source, target.without))
+            for target in self.targets
+        ]
+
+    def named(self, name):
+        """The target with this name, or all; LookupError for an unknown one."""
+        found = [target for target in self.targets if name in (None, target.name)]
+        if not found:
+            raise LookupError(name)
+        return found
 
 
 # Housekeeping
