@@ -5462,7 +5462,9 @@ ROUTES = (
     ("/fila/quantas", "GET", "count", CONSUMER),
     ("/fila/{id}", "GET", "look", CONSUMER),
     ("/fila/{id}", "DELETE", "delete", CONSUMER),
-    ("/entrega/{act}", "POST", "entrega", CONSUMER),
+    ("/entrega/pausar", "POST", "pausar", CONSUMER),
+    ("/entrega/retomar", "POST", "retomar", CONSUMER),
+    ("/entrega/tentar", "POST", "tentar", CONSUMER),
     ("/health", "GET", "health", ANYBODY),
     ("/painel", "GET", "painel", ANYBODY),
     ("/painel/dados", "GET", "painel_dados", CONSUMER),
@@ -6078,22 +6080,28 @@ class App:
     def delete_many(self, request):
         return self.settle_all(request, "apagar", ("pendente", "processado", "erro"))
 
-    def entrega(self, request):
-        """Pauses a target, lets it go on, or tries it now; all without `destino`."""
-        act, name = request.params["act"], request.word("destino")
-        if act not in ("pausar", "retomar", "tentar") or not self.delivery:
-            raise Refusal(404, "página não encontrada")
+    def pausar(self, request):
+        return self.on_targets(request, "pausar", lambda target: target.pause(True))
+
+    def retomar(self, request):
+        return self.on_targets(request, "retomar", lambda target: target.pause(False))
+
+    def tentar(self, request):
+        return self.on_targets(request, "tentar", lambda target: target.try_now())
+
+    def on_targets(self, request, verb, act):
+        """Something for the target `destino`, or for all."""
+        name = request.word("destino")
         try:
-            targets = self.delivery.named(name)
+            targets = self.delivery.named(name) if self.delivery else []
         except LookupError:
-            raise Refusal(404, "destino não encontrado") from None
+            targets = []
+        if not targets:
+            raise Refusal(404, "destino não encontrado")
         for target in targets:
-            if act == "tentar":
-                target.try_now()
-            else:
-                target.pause(act == "pausar")
-                self.store.keep_target(target.name, target.facts())
-            self.noted(request, "%s %s", act, target.name)
+            act(target)
+            self.store.keep_target(target.name, target.facts())
+            self.noted(request, "%s %s", verb, target.name)
         self.delivery.wake()
         return self.OK
 
