@@ -10792,7 +10792,7 @@ class Unreliable(Answers):
         ("slow", 10),
         ("500 Internal Server Error", 6),
         ("404 Not Found", 6),
-        ("429 Too Many Requests", 6),
+        ("429 Too Many Requests", 1),  # each stops all for a second
         ("301 Moved", 3),
         ("503 Unavailable", 1),
         ("reset", 3),
