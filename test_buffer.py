@@ -7217,6 +7217,7 @@ class BrokerCase(DeliveryCase):
 
     def flow(self):
         """Turns until nothing is on its way while there is a connection."""
+        self.until(lambda: self.target.up)  # perhaps only after that turn's claim
         self.until(lambda: self.target.up and not self.target.flying)
 
     def until(self, condition):
