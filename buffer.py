@@ -1086,7 +1086,7 @@ SELECT k.source, k.group_key,
 )
 
 QUIET = """
-SELECT source, group_key, first, attempts, lost
+SELECT source, group_key, first, attempts, CAST(lost AS INTEGER) AS lost
   FROM conversas INDEXED BY conversas_newest
  WHERE first IS NOT NULL
    AND newest <= :quiet
@@ -1097,7 +1097,7 @@ SELECT source, group_key, first, attempts, lost
 SET_BACK = QUIET.replace("newest <= :quiet", "newest > :soon")
 
 WAITED = """
-SELECT source, group_key, first, attempts, lost
+SELECT source, group_key, first, attempts, CAST(lost AS INTEGER) AS lost
   FROM conversas INDEXED BY conversas_oldest
  WHERE first IS NOT NULL
    AND oldest <= :waited
@@ -1122,7 +1122,7 @@ SELECT count(*)
          LIMIT :limit)"""
 
 OF_GROUP = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM abertas
  WHERE source = :source
    AND group_key = :group_key
@@ -1164,7 +1164,7 @@ SELECT 1
    AND CAST(payload AS BLOB) <> :payload"""
 
 LEASES_OVER = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_lease
  WHERE status = 'processando'
    AND lease_until <= :now
@@ -1185,7 +1185,7 @@ UPDATE fila NOT INDEXED
 RETURNING status, reason"""
 
 HELD = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_consumer
  WHERE consumer = :consumer
    AND status = 'processando'
@@ -1193,7 +1193,7 @@ SELECT id, size
  LIMIT :limit"""
 
 DELAYS_OVER = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_queue
  WHERE status = 'pendente'
    AND available_at <= :now
@@ -1206,7 +1206,7 @@ UPDATE fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))"""
 
 DUE = """
-SELECT id, size, lost, attempts
+SELECT id, CAST(size AS INTEGER) AS size, CAST(lost AS INTEGER) AS lost, attempts
   FROM fila INDEXED BY fila_queue
  WHERE status = 'pendente'
    AND available_at IS NULL
@@ -1223,9 +1223,10 @@ SELECT count(*)
            AND lease_until > :now
          LIMIT :limit)"""
 
-# CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
-ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id, group_key,
-          method, path, query, headers"""
+# CAST, because what is damaged (TEXT that is not UTF-8, a number that is none) would spoil
+# the whole claim.
+ITEM = """id, CAST(payload AS BLOB) AS body, CAST(attempts AS INTEGER) AS attempts, created_at,
+          source, event_id, group_key, method, path, query, headers"""
 
 PEGAR = f"""
 UPDATE fila NOT INDEXED
@@ -1335,7 +1336,7 @@ SELECT id, status, attempts
  WHERE id IN (SELECT value FROM json_each(:ids))"""
 
 LIST = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_queue
  WHERE status = :status
    AND available_at IS NULL
@@ -1345,7 +1346,7 @@ SELECT id, size
  LIMIT :limit"""
 
 LIST_DELAYED = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_delayed
  WHERE status = 'pendente'
    AND available_at IS NOT NULL
@@ -1356,7 +1357,7 @@ SELECT id, size
 
 # An empty :reason means those without one.
 LIST_REASON = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_reason
  WHERE status = 'erro'
    AND reason IS nullif(:reason, '')
@@ -1388,7 +1389,8 @@ SELECT DISTINCT reason
    AND reason IS NOT NULL"""
 
 SEARCHED = """
-SELECT id, size, CAST(payload AS BLOB) AS body, event_id, group_key, path
+SELECT id, CAST(size AS INTEGER) AS size, CAST(payload AS BLOB) AS body,
+       event_id, group_key, path
   FROM fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))
  ORDER BY id DESC"""
@@ -1451,7 +1453,7 @@ WITH RECURSIVE sources(name) AS (
       FROM sources
      WHERE name IS NOT NULL
 )
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM sources CROSS JOIN fila INDEXED BY fila_event
  WHERE coalesce(source, '') = name
    AND event_id = :event
@@ -1470,7 +1472,8 @@ SELECT reason, count(*) AS count, max(id) AS until
 MOTIVO = MOTIVOS.replace("GROUP", "  AND reason IS nullif(:reason, '')\n GROUP")
 
 LOOK = f"""
-SELECT {ITEM}, tries, consumer, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
+SELECT {ITEM}, tries, consumer, status, reason,
+       CAST(coalesce(size, length(CAST(payload AS BLOB))) AS INTEGER) AS size,
        lease_until, available_at, settled_at
   FROM fila
  WHERE id = :id"""
@@ -1480,7 +1483,7 @@ LOOK_SHORT = LOOK.replace(
 LOOK_WITHOUT = LOOK.replace("CAST(payload AS BLOB) AS body", "x'' AS body")
 
 OLD = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_settled
  WHERE status = 'processado'
    AND settled_at < :before
@@ -5391,6 +5394,13 @@ def history_json(tries):
 
 def looked_json(row):
     """A row as an item of a list, with its status and times; a long payload is cut."""
+    try:
+        return whole_json(row)
+    except ValueError:
+        return whole_json(mended(row))
+
+
+def whole_json(row):
     more = {"status": quoted(row["status"])}
     more["motivo"] = row["reason"] and quote_json(row["reason"])
     more["tamanho"] = str(row["size"])
@@ -5406,10 +5416,7 @@ def looked_json(row):
             text = codecs.getincrementaldecoder("utf-8")().decode(row["body"])
             row = {**dict(row), "body": text.encode()}
             more["payload"] = json.dumps(text)  # a piece of JSON is no JSON
-    try:
-        return item_json(row, **more)
-    except ValueError:
-        return item_json(mended(row), **more)
+    return item_json(row, **more)
 
 
 def mended(row):
@@ -6128,7 +6135,8 @@ class App:
         if self.delivery:
             found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Reply(200, exposition(found).encode(), kind, PRIVATE)
+        text = exposition(found).encode(errors="replace")  # a source may be damaged
+        return Reply(200, text, kind, PRIVATE)
 
     def painel(self, request):
         """The page, for anybody: it holds no data."""

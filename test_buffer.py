@@ -2273,6 +2273,44 @@ class PegarTest(Case):
             self.assertIn("não pode ser mostrada", json.loads(text)["motivo"])
         self.assertEqual(7, len(json.loads(self.call("GET", "/fila")[1])))
 
+    def test_no_damaged_number_stops_the_queue(self):
+        for column in ("size", "lost", "attempts"):
+            self.send()
+            self.store._run(f"UPDATE fila SET {column} = CAST(x'ff' AS TEXT)")
+            self.send()
+            for method, url in (("GET", "/fila"), ("POST", "/fila/pegar")):
+                with self.subTest(column, url=url):
+                    status, text = self.call(method, url)
+                    self.assertEqual(200, status)
+                    self.assertGreater(len(json.loads(text)), 0)
+            [newest] = self.rows("SELECT status FROM fila ORDER BY id DESC LIMIT 1")
+            self.assertEqual("processando", newest["status"])
+            self.store._run("DELETE FROM fila")
+
+    def test_nor_one_of_a_conversation(self):
+        self.open(GROUP_KEY="$.de")
+        for column in ("size", "lost"):
+            for n in range(2):
+                self.send(b'{"de":"%d"}' % n)
+            change = f"{column} = CAST(x'ff' AS TEXT)"
+            self.store._run(f"UPDATE fila SET {change} WHERE id % 2 = 1")
+            self.assertEqual(2, len(self.claim("?serie=1")), column)
+            self.store._run("DELETE FROM fila")
+
+    def test_a_damaged_row_is_listed_and_counted_like_others(self):
+        names = (
+            "status lease_until available_at settled_at source event_id reason tries"
+        )
+        for column in names.split():
+            self.send(url="/webhook/x")
+            [[id_]] = self.rows("SELECT max(id) FROM fila")
+            change = f"{column} = CAST(x'41ff' AS TEXT)"
+            self.store._run(f"UPDATE fila SET {change} WHERE id = {id_}")
+            for url in (f"/fila/{id_}", "/fila", "/painel/dados", "/metrics"):
+                with self.subTest(column, url=url):
+                    self.assertEqual(200, self.call("GET", url)[0])
+            self.assertEqual(204, self.call("DELETE", f"/fila/{id_}")[0])
+
     def test_so_does_what_the_memory_does_not_take_at_all(self):
         for n in range(3):
             self.send(b"%d" % n)
