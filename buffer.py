@@ -1161,7 +1161,8 @@ SELECT 1
  WHERE coalesce(source, '') = coalesce(:source, '')
    AND event_id IS NOT NULL
    AND event_id = :event_id
-   AND CAST(payload AS BLOB) <> :payload"""
+   AND CAST(payload AS BLOB) <> :payload
+ UNION ALL """ + SEEN.lstrip()
 
 LEASES_OVER = """
 SELECT id, CAST(size AS INTEGER) AS size
@@ -5434,6 +5435,10 @@ class Unshown(Exception):
     """(id, why) of a message that cannot be shown."""
 
 
+def unshown(error):
+    return f"não pode ser mostrada: {safe_text(error)}"
+
+
 class Full(Exception):
     """So many of a claim are all that an answer takes."""
 
@@ -5764,8 +5769,7 @@ class App:
                 except Exception as error:  # noqa: BLE001 - whatever it is, others wait
                     if parts and isinstance(error, MemoryError):
                         raise Full(len(parts)) from None
-                    why = f"não pode ser mostrada: {safe_text(error)}"
-                    raise Unshown(row["id"], why) from None
+                    raise Unshown(row["id"], unshown(error)) from None
             room -= sum(map(len, items.values()))
             if parts and room < 0:
                 raise Full(len(parts))
@@ -6366,12 +6370,14 @@ class Result(typing.NamedTuple):
     `delay` is what the target asked for, in seconds. `down` says that it was for the
     target's sake: AWAY, then nobody has seen the message; UNABLE, where a gateway or a
     broker says so, perhaps because of this message; LIMITED by a rate of the target's.
+    `blamed` is the id of the one message of a conversation that cannot be sent.
     """
 
     outcome: str
     reason: str = None
     delay: float = None
     down: str = None
+    blamed: int = None
 
 
 AWAY, UNABLE, LIMITED = "away", "unable", "limited"
@@ -6389,8 +6395,15 @@ class Parcel:
 
     def body(self):
         if self.conversation:
-            return conversation_json(*self.conversation, self.rows, item_json)
+            return conversation_json(*self.conversation, self.rows, self.item)
         return self.rows[0]["body"]
+
+    @staticmethod
+    def item(row):
+        try:
+            return item_json(row)
+        except (ValueError, TypeError) as error:  # damaged; the others are not
+            raise Unshown(row["id"], unshown(error)) from None
 
     def key(self, file_id):
         """The same in every delivery of the same messages (Idempotency-Key)."""
@@ -6844,6 +6857,9 @@ class Courier(threading.Thread):
         for parcel in iter(self.target.parcels.get, None):
             try:
                 result = self.deliver(parcel)
+            except Unshown as error:
+                blamed, reason = error.args
+                result = Result("erro", reason, blamed=blamed)
             except Exception as error:  # a message that cannot be sent, or our fault
                 log.exception("delivery of message %d failed", parcel.id)
                 self.hang_up()
@@ -7367,9 +7383,15 @@ class Delivery:
             if result.reason is None:
                 self._done += parcel.ids
                 continue
+            ids = parcel.ids
+            if result.blamed:  # it alone; the others go on without it
+                args = self.store.erro, [result.blamed]
+                self._failed.append(functools.partial(*args, reason=result.reason))
+                ids = [id_ for id_ in ids if id_ != result.blamed]
+                delay, spared = 0, True
             verdict = functools.partial(
                 self.store.devolver,
-                parcel.ids,
+                ids,
                 attempt=None if parcel.conversation else parcel.attempts,
                 reason=result.reason,
                 delay=delay,

@@ -1751,6 +1751,14 @@ class ReplayTest(SourceCase):
         self.assertEqual("id-of-an-event-to-come", events[0])
         self.assertRegex(events[1], r"\Aid-of-an-event-to-come [0-9a-f]{16}\Z")
 
+    def test_nor_when_the_message_that_took_it_was_erased(self):
+        self.github(b'{"old":1}', "id-of-an-event-to-come")
+        self.call("DELETE", "/fila/1")
+        for status in ("ok", "duplicado"):
+            self.assertEqual(
+                status, self.github(b'{"new":1}', "id-of-an-event-to-come")
+            )
+
     def mercadopago(self, body, query="data.id=999", request="r1"):
         now = str(self.clock.now)
         digest = self.mac(f"id:999;request-id:r1;ts:{now};".encode())
@@ -6881,6 +6889,18 @@ class PushConversationsTest(DeliveryCase):
             (body["chave"], "".join(m["payload"]["texto"] for m in body["mensagens"]))
             for body in bodies
         ]
+
+    def test_a_damaged_message_fails_alone(self):
+        self.begin()
+        for n in range(3):
+            self.say("a", n)
+        self.store._run("UPDATE fila SET headers = '{\"cut' WHERE id = 2")
+        self.after(10)
+        self.after(10)
+        self.assertEqual(["processado", "erro", "processado"], self.statuses())
+        self.assertIn("não pode ser mostrada", self.look(2)["motivo"])
+        [body] = self.target.bodies()
+        self.assertEqual([1, 3], json.loads(body)["ids"])
 
     def test_it_is_delivered_as_one_when_it_is_silent(self):
         self.begin()
