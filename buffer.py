@@ -1086,7 +1086,7 @@ SELECT k.source, k.group_key,
 )
 
 QUIET = """
-SELECT source, group_key, first, attempts, lost
+SELECT source, group_key, first, attempts, CAST(lost AS INTEGER) AS lost
   FROM conversas INDEXED BY conversas_newest
  WHERE first IS NOT NULL
    AND newest <= :quiet
@@ -1097,7 +1097,7 @@ SELECT source, group_key, first, attempts, lost
 SET_BACK = QUIET.replace("newest <= :quiet", "newest > :soon")
 
 WAITED = """
-SELECT source, group_key, first, attempts, lost
+SELECT source, group_key, first, attempts, CAST(lost AS INTEGER) AS lost
   FROM conversas INDEXED BY conversas_oldest
  WHERE first IS NOT NULL
    AND oldest <= :waited
@@ -1122,7 +1122,7 @@ SELECT count(*)
          LIMIT :limit)"""
 
 OF_GROUP = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM abertas
  WHERE source = :source
    AND group_key = :group_key
@@ -1161,10 +1161,11 @@ SELECT 1
  WHERE coalesce(source, '') = coalesce(:source, '')
    AND event_id IS NOT NULL
    AND event_id = :event_id
-   AND CAST(payload AS BLOB) <> :payload"""
+   AND CAST(payload AS BLOB) <> :payload
+ UNION ALL """ + SEEN.lstrip()
 
 LEASES_OVER = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_lease
  WHERE status = 'processando'
    AND lease_until <= :now
@@ -1185,7 +1186,7 @@ UPDATE fila NOT INDEXED
 RETURNING status, reason"""
 
 HELD = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_consumer
  WHERE consumer = :consumer
    AND status = 'processando'
@@ -1193,7 +1194,7 @@ SELECT id, size
  LIMIT :limit"""
 
 DELAYS_OVER = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_queue
  WHERE status = 'pendente'
    AND available_at <= :now
@@ -1206,7 +1207,7 @@ UPDATE fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))"""
 
 DUE = """
-SELECT id, size, lost, attempts
+SELECT id, CAST(size AS INTEGER) AS size, CAST(lost AS INTEGER) AS lost, attempts
   FROM fila INDEXED BY fila_queue
  WHERE status = 'pendente'
    AND available_at IS NULL
@@ -1223,9 +1224,10 @@ SELECT count(*)
            AND lease_until > :now
          LIMIT :limit)"""
 
-# CAST, because reading TEXT that is not UTF-8 raises and would spoil the whole claim.
-ITEM = """id, CAST(payload AS BLOB) AS body, attempts, created_at, source, event_id, group_key,
-          method, path, query, headers"""
+# CAST, because what is damaged (TEXT that is not UTF-8, a number that is none) would spoil
+# the whole claim.
+ITEM = """id, CAST(payload AS BLOB) AS body, CAST(attempts AS INTEGER) AS attempts, created_at,
+          source, event_id, group_key, method, path, query, headers"""
 
 PEGAR = f"""
 UPDATE fila NOT INDEXED
@@ -1335,7 +1337,7 @@ SELECT id, status, attempts
  WHERE id IN (SELECT value FROM json_each(:ids))"""
 
 LIST = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_queue
  WHERE status = :status
    AND available_at IS NULL
@@ -1345,7 +1347,7 @@ SELECT id, size
  LIMIT :limit"""
 
 LIST_DELAYED = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_delayed
  WHERE status = 'pendente'
    AND available_at IS NOT NULL
@@ -1356,7 +1358,7 @@ SELECT id, size
 
 # An empty :reason means those without one.
 LIST_REASON = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_reason
  WHERE status = 'erro'
    AND reason IS nullif(:reason, '')
@@ -1388,7 +1390,8 @@ SELECT DISTINCT reason
    AND reason IS NOT NULL"""
 
 SEARCHED = """
-SELECT id, size, CAST(payload AS BLOB) AS body, event_id, group_key, path
+SELECT id, CAST(size AS INTEGER) AS size, CAST(payload AS BLOB) AS body,
+       event_id, group_key, path
   FROM fila NOT INDEXED
  WHERE id IN (SELECT value FROM json_each(:ids))
  ORDER BY id DESC"""
@@ -1451,7 +1454,7 @@ WITH RECURSIVE sources(name) AS (
       FROM sources
      WHERE name IS NOT NULL
 )
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM sources CROSS JOIN fila INDEXED BY fila_event
  WHERE coalesce(source, '') = name
    AND event_id = :event
@@ -1470,7 +1473,8 @@ SELECT reason, count(*) AS count, max(id) AS until
 MOTIVO = MOTIVOS.replace("GROUP", "  AND reason IS nullif(:reason, '')\n GROUP")
 
 LOOK = f"""
-SELECT {ITEM}, tries, consumer, coalesce(size, length(CAST(payload AS BLOB))) AS size, status, reason,
+SELECT {ITEM}, tries, consumer, status, reason,
+       CAST(coalesce(size, length(CAST(payload AS BLOB))) AS INTEGER) AS size,
        lease_until, available_at, settled_at
   FROM fila
  WHERE id = :id"""
@@ -1480,7 +1484,7 @@ LOOK_SHORT = LOOK.replace(
 LOOK_WITHOUT = LOOK.replace("CAST(payload AS BLOB) AS body", "x'' AS body")
 
 OLD = """
-SELECT id, size
+SELECT id, CAST(size AS INTEGER) AS size
   FROM fila INDEXED BY fila_settled
  WHERE status = 'processado'
    AND settled_at < :before
@@ -5391,6 +5395,13 @@ def history_json(tries):
 
 def looked_json(row):
     """A row as an item of a list, with its status and times; a long payload is cut."""
+    try:
+        return whole_json(row)
+    except ValueError:
+        return whole_json(mended(row))
+
+
+def whole_json(row):
     more = {"status": quoted(row["status"])}
     more["motivo"] = row["reason"] and quote_json(row["reason"])
     more["tamanho"] = str(row["size"])
@@ -5406,10 +5417,7 @@ def looked_json(row):
             text = codecs.getincrementaldecoder("utf-8")().decode(row["body"])
             row = {**dict(row), "body": text.encode()}
             more["payload"] = json.dumps(text)  # a piece of JSON is no JSON
-    try:
-        return item_json(row, **more)
-    except ValueError:
-        return item_json(mended(row), **more)
+    return item_json(row, **more)
 
 
 def mended(row):
@@ -5425,6 +5433,10 @@ def mended(row):
 
 class Unshown(Exception):
     """(id, why) of a message that cannot be shown."""
+
+
+def unshown(error):
+    return f"não pode ser mostrada: {safe_text(error)}"
 
 
 class Full(Exception):
@@ -5757,8 +5769,7 @@ class App:
                 except Exception as error:  # noqa: BLE001 - whatever it is, others wait
                     if parts and isinstance(error, MemoryError):
                         raise Full(len(parts)) from None
-                    why = f"não pode ser mostrada: {safe_text(error)}"
-                    raise Unshown(row["id"], why) from None
+                    raise Unshown(row["id"], unshown(error)) from None
             room -= sum(map(len, items.values()))
             if parts and room < 0:
                 raise Full(len(parts))
@@ -6128,7 +6139,8 @@ class App:
         if self.delivery:
             found += delivery_families(self.delivery.report())
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Reply(200, exposition(found).encode(), kind, PRIVATE)
+        text = exposition(found).encode(errors="replace")  # a source may be damaged
+        return Reply(200, text, kind, PRIVATE)
 
     def painel(self, request):
         """The page, for anybody: it holds no data."""
@@ -6358,12 +6370,14 @@ class Result(typing.NamedTuple):
     `delay` is what the target asked for, in seconds. `down` says that it was for the
     target's sake: AWAY, then nobody has seen the message; UNABLE, where a gateway or a
     broker says so, perhaps because of this message; LIMITED by a rate of the target's.
+    `blamed` is the id of the one message of a conversation that cannot be sent.
     """
 
     outcome: str
     reason: str = None
     delay: float = None
     down: str = None
+    blamed: int = None
 
 
 AWAY, UNABLE, LIMITED = "away", "unable", "limited"
@@ -6381,8 +6395,15 @@ class Parcel:
 
     def body(self):
         if self.conversation:
-            return conversation_json(*self.conversation, self.rows, item_json)
+            return conversation_json(*self.conversation, self.rows, self.item)
         return self.rows[0]["body"]
+
+    @staticmethod
+    def item(row):
+        try:
+            return item_json(row)
+        except (ValueError, TypeError) as error:  # damaged; the others are not
+            raise Unshown(row["id"], unshown(error)) from None
 
     def key(self, file_id):
         """The same in every delivery of the same messages (Idempotency-Key)."""
@@ -6836,6 +6857,9 @@ class Courier(threading.Thread):
         for parcel in iter(self.target.parcels.get, None):
             try:
                 result = self.deliver(parcel)
+            except Unshown as error:
+                blamed, reason = error.args
+                result = Result("erro", reason, blamed=blamed)
             except Exception as error:  # a message that cannot be sent, or our fault
                 log.exception("delivery of message %d failed", parcel.id)
                 self.hang_up()
@@ -7359,9 +7383,15 @@ class Delivery:
             if result.reason is None:
                 self._done += parcel.ids
                 continue
+            ids = parcel.ids
+            if result.blamed:  # it alone; the others go on without it
+                args = self.store.erro, [result.blamed]
+                self._failed.append(functools.partial(*args, reason=result.reason))
+                ids = [id_ for id_ in ids if id_ != result.blamed]
+                delay, spared = 0, True
             verdict = functools.partial(
                 self.store.devolver,
-                parcel.ids,
+                ids,
                 attempt=None if parcel.conversation else parcel.attempts,
                 reason=result.reason,
                 delay=delay,

@@ -1751,6 +1751,14 @@ class ReplayTest(SourceCase):
         self.assertEqual("id-of-an-event-to-come", events[0])
         self.assertRegex(events[1], r"\Aid-of-an-event-to-come [0-9a-f]{16}\Z")
 
+    def test_nor_when_the_message_that_took_it_was_erased(self):
+        self.github(b'{"old":1}', "id-of-an-event-to-come")
+        self.call("DELETE", "/fila/1")
+        for status in ("ok", "duplicado"):
+            self.assertEqual(
+                status, self.github(b'{"new":1}', "id-of-an-event-to-come")
+            )
+
     def mercadopago(self, body, query="data.id=999", request="r1"):
         now = str(self.clock.now)
         digest = self.mac(f"id:999;request-id:r1;ts:{now};".encode())
@@ -2272,6 +2280,44 @@ class PegarTest(Case):
             self.assertEqual(200, status)
             self.assertIn("não pode ser mostrada", json.loads(text)["motivo"])
         self.assertEqual(7, len(json.loads(self.call("GET", "/fila")[1])))
+
+    def test_no_damaged_number_stops_the_queue(self):
+        for column in ("size", "lost", "attempts"):
+            self.send()
+            self.store._run(f"UPDATE fila SET {column} = CAST(x'ff' AS TEXT)")
+            self.send()
+            for method, url in (("GET", "/fila"), ("POST", "/fila/pegar")):
+                with self.subTest(column, url=url):
+                    status, text = self.call(method, url)
+                    self.assertEqual(200, status)
+                    self.assertGreater(len(json.loads(text)), 0)
+            [newest] = self.rows("SELECT status FROM fila ORDER BY id DESC LIMIT 1")
+            self.assertEqual("processando", newest["status"])
+            self.store._run("DELETE FROM fila")
+
+    def test_nor_one_of_a_conversation(self):
+        self.open(GROUP_KEY="$.de")
+        for column in ("size", "lost"):
+            for n in range(2):
+                self.send(b'{"de":"%d"}' % n)
+            change = f"{column} = CAST(x'ff' AS TEXT)"
+            self.store._run(f"UPDATE fila SET {change} WHERE id % 2 = 1")
+            self.assertEqual(2, len(self.claim("?serie=1")), column)
+            self.store._run("DELETE FROM fila")
+
+    def test_a_damaged_row_is_listed_and_counted_like_others(self):
+        names = (
+            "status lease_until available_at settled_at source event_id reason tries"
+        )
+        for column in names.split():
+            self.send(url="/webhook/x")
+            [[id_]] = self.rows("SELECT max(id) FROM fila")
+            change = f"{column} = CAST(x'41ff' AS TEXT)"
+            self.store._run(f"UPDATE fila SET {change} WHERE id = {id_}")
+            for url in (f"/fila/{id_}", "/fila", "/painel/dados", "/metrics"):
+                with self.subTest(column, url=url):
+                    self.assertEqual(200, self.call("GET", url)[0])
+            self.assertEqual(204, self.call("DELETE", f"/fila/{id_}")[0])
 
     def test_so_does_what_the_memory_does_not_take_at_all(self):
         for n in range(3):
@@ -6843,6 +6889,18 @@ class PushConversationsTest(DeliveryCase):
             (body["chave"], "".join(m["payload"]["texto"] for m in body["mensagens"]))
             for body in bodies
         ]
+
+    def test_a_damaged_message_fails_alone(self):
+        self.begin()
+        for n in range(3):
+            self.say("a", n)
+        self.store._run("UPDATE fila SET headers = '{\"cut' WHERE id = 2")
+        self.after(10)
+        self.after(10)
+        self.assertEqual(["processado", "erro", "processado"], self.statuses())
+        self.assertIn("não pode ser mostrada", self.look(2)["motivo"])
+        [body] = self.target.bodies()
+        self.assertEqual([1, 3], json.loads(body)["ids"])
 
     def test_it_is_delivered_as_one_when_it_is_silent(self):
         self.begin()
