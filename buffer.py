@@ -8348,7 +8348,7 @@ class Server:
         self.timeout, self.app, self.clock = settings.request_timeout, app, clock
         self.delivery = delivery
         limit = descriptor_limit()
-        self.rounds = Rounds(app, limit // 8, delivery)  # so many may be parked
+        self.rounds = Rounds(app, min(limit // 8, 2000), delivery)
         # each of the others may have a temporary file; threads of delivery have sockets
         self.limit = max(8, (limit * 7 // 8 - 64) // 2)
         self.map = Sockets()
